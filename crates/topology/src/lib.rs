@@ -1,0 +1,2 @@
+#![forbid(unsafe_code)]
+//! See README.md.

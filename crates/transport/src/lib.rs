@@ -1,0 +1,2 @@
+#![forbid(unsafe_code)]
+//! Transports that survive faults. See the module list.
