@@ -1,2 +1,41 @@
-//! Task runner.
-fn main() {}
+//! The task runner: `cargo xtask COMMAND`.
+//!
+//! Everything that a developer or a CI machine does with this workspace beyond plain cargo goes
+//! through here, so that both do the same thing. `cargo xtask --help` lists the commands. What is
+//! deliberately not here: anything the library crates or the program need at run time.
+
+mod guest;
+mod process;
+mod setup;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Tasks of the Rerail workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Install what building and testing needs (Debian: apt, as root or with sudo).
+    Setup,
+    /// Run a command in the soft-RoCE guest: four RDMA devices on two emulated hosts.
+    Vm(guest::VmArgs),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().task {
+        Task::Setup => setup::run().map(|()| ExitCode::SUCCESS),
+        Task::Vm(args) => guest::vm(&args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("xtask: {error:#}");
+        ExitCode::FAILURE
+    })
+}
