@@ -52,6 +52,7 @@
 //! ```
 
 pub mod backoff;
+pub mod observer;
 pub mod record;
 mod time;
 
