@@ -7,6 +7,7 @@
 mod guest;
 mod process;
 mod setup;
+mod tidy;
 mod workspace;
 
 use std::process::ExitCode;
@@ -27,12 +28,15 @@ enum Task {
     Setup,
     /// Run a command in the soft-RoCE guest: four RDMA devices on two emulated hosts.
     Vm(guest::VmArgs),
+    /// Check the house rules that a program can check.
+    Tidy,
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().task {
         Task::Setup => setup::run().map(|()| ExitCode::SUCCESS),
         Task::Vm(args) => guest::vm(&args),
+        Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

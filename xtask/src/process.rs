@@ -6,6 +6,29 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
+use crate::{setup, workspace};
+
+/// A cargo command in the workspace's root, with the libclang that rdma-sys can use.
+///
+/// Every cargo child goes through here: a newer libclang beside the right one would otherwise be
+/// picked up by the bindings' build and break it.
+pub(crate) fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(workspace::root());
+    // The variables that `cargo run` set for xtask itself would make cargo rebuild crates whose
+    // build scripts look at them.
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
+            command.env_remove(&name);
+        }
+    }
+    if let Some(dir) = setup::libclang_dir() {
+        command.env("LIBCLANG_PATH", dir);
+    }
+    command
+}
+
 /// Runs `command` with our stdout and stderr; an error unless it exits 0.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let shown = shown(command);

@@ -21,7 +21,7 @@ const INIT: &str = include_str!("init.sh");
 const RECIPE: u32 = 1;
 /// Loaded at boot with all that they need; there is no modprobe in the guest. `crc32_generic` is
 /// named because rdma_rxe asks for it by algorithm, which the dependencies do not show. The last
-/// two lines are for scenarios: kinds of netdev, and faults on the wire. Words after a module's name are
+/// ones are for scenarios: kinds of netdev, and faults on the wire. Words after a module's name are
 /// its options (without these two there would be a device of the kind from the start).
 const MODULES: &[&str] = &[
     "crc32_pclmul",
