@@ -1,10 +1,37 @@
-//! Safe ibverbs.
-//!
-//! Without features this crate is [plain types](types) and [`HostMemory`]: the vocabulary of all
-//! Rerail crates. Feature `ibv` adds real devices, feature `sim` a simulated fabric.
+#![doc = include_str!("../README.md")]
+// Without a backend no device can exist, and the compiler sees that most of the safe layer is never
+// reached. It stays compiled, so that what is built upon it needs no `cfg`.
+#![cfg_attr(
+    not(any(feature = "ibv", feature = "sim")),
+    allow(unreachable_code, unused_variables)
+)]
 
+mod backend;
+mod completion_queue;
+mod context;
+mod control;
+mod device;
+mod error;
+#[cfg(any(test, feature = "ibv", feature = "sim"))]
+mod events;
+mod fork;
+#[cfg(feature = "ibv")]
+pub mod ibv;
 mod memory;
+mod memory_region;
+mod objects;
+mod owned;
+mod protection_domain;
+mod queue_pair;
 pub mod types;
 
+pub use completion_queue::CompletionQueue;
+pub use context::Context;
+pub use control::{ControlThread, JOBS_MAX, Pending};
+pub use device::{Device, DeviceList, OPEN_LIMIT};
+pub use error::{PostError, VerbsError};
 pub use memory::{HostMemory, OutOfBounds, Pages};
+pub use memory_region::MemoryRegion;
+pub use protection_domain::{ProtectionDomain, QpInit};
+pub use queue_pair::QueuePair;
 pub use types::*;

@@ -17,6 +17,6 @@ pub use event::{AsyncEvent, AsyncEventKind, EventSubject, ObjectId};
 pub use gid::{Gid, GidEntry, GidParseError, GidScope, GidType, Netdev};
 pub use port::{LinkLayer, Mtu, PhysState, PortAttr, PortState};
 pub use queue_pair::{
-    AccessFlags, DeviceAttr, InitAttr, PathAttr, QpCapacity, QpState, RtrAttr, RtsAttr,
+    AccessFlags, DeviceAttr, InitAttr, PathAttr, QpAttr, QpCapacity, QpState, RtrAttr, RtsAttr,
 };
 pub use work_request::{RdmaOpcode, RemoteAddress, SGE_MAX, Sge, WorkRequest};

@@ -172,3 +172,36 @@ pub struct RtsAttr {
     /// Own reads and atomics in flight at most.
     pub max_rd_atomic: u8,
 }
+
+/// What a device knows of a queue pair (`struct ibv_qp_attr`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct QpAttr {
+    /// State.
+    pub state: QpState,
+    /// Local port; 0 before INIT.
+    pub port: u32,
+    /// Path MTU; `None` before RTR, or for a code that is not known.
+    pub path_mtu: Option<Mtu>,
+    /// Number of the peer's queue pair; meaningless before RTR.
+    pub dest_qp_num: u32,
+    /// Packet number expected from the peer.
+    pub rq_psn: u32,
+    /// Packet number to be sent next.
+    pub sq_psn: u32,
+    /// The peer's GID; meaningless before RTR.
+    pub dgid: Gid,
+    /// Index of the own GID; meaningless before RTR.
+    pub sgid_index: u32,
+    /// Code of the acknowledgement timeout.
+    pub timeout: u8,
+    /// Retransmissions before an error.
+    pub retry_cnt: u8,
+    /// Retries on receiver-not-ready.
+    pub rnr_retry: u8,
+    /// Own reads and atomics in flight at most.
+    pub max_rd_atomic: u8,
+    /// Reads and atomics of the peer served at once.
+    pub max_dest_rd_atomic: u8,
+    /// Sizes of the queues.
+    pub capacity: QpCapacity,
+}

@@ -1,0 +1,457 @@
+//! The control thread of a context: every verb but post and poll, and every destruction.
+//!
+//! Firmware may hang for a minute in modify, create, destroy or query. All of that happens on one
+//! thread per open context, so that a hang costs that device and nothing else. Deliberately not
+//! here: any decision. [`ControlThread::stuck_for`] says how long the verb in progress has taken;
+//! what follows from it is the caller's affair.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{self, Receiver, RecvTimeoutError, TryRecvError};
+use crossbeam::queue::{ArrayQueue, SegQueue};
+
+use crate::backend::Doomed;
+use crate::{VerbsError, fork};
+
+/// Most jobs that may wait in each of a control thread's two queues.
+pub const JOBS_MAX: usize = 1024;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Handle to the thread that runs a context's slow verbs.
+///
+/// There is one thread per open context. It opens the device, runs the closures that are handed to
+/// it, destroys what is dropped, and closes the device when the last object is gone. Clones are
+/// cheap and do not keep the context open.
+///
+/// Order: urgent jobs first, then destructions, then ordinary jobs. So an ordinary job runs after
+/// the destruction of everything that was dropped before it was submitted: an empty one is a
+/// barrier.
+#[derive(Clone)]
+pub struct ControlThread {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    device: Arc<str>,
+    urgent: ArrayQueue<Job>,
+    jobs: ArrayQueue<Job>,
+    /// Not bounded by itself: each live object gets here once, so the device's limits bound it.
+    doomed: SegQueue<Doomed>,
+    /// `None` for a backend whose verbs cannot hang: everything runs at once, on the caller.
+    thread: Option<OnceLock<Thread>>,
+    started: Instant,
+    /// Nanoseconds after `started` at which the verb in progress began, plus one; 0 when idle.
+    busy_since_ns: AtomicU64,
+    closed: AtomicBool,
+    failed_destructions: AtomicUsize,
+    quarantined_bytes: AtomicU64,
+}
+
+impl ControlThread {
+    /// Starts the thread of one context of `device`.
+    #[cfg(any(test, feature = "ibv"))]
+    pub(crate) fn spawn(device: &Arc<str>) -> Result<Self, VerbsError> {
+        let control = Self::new(device, Some(OnceLock::new()));
+        let shared = Arc::clone(&control.shared);
+        // Linux shows the first 15 characters.
+        let spawned = std::thread::Builder::new()
+            .name(format!("ctl-{device}"))
+            .spawn(move || shared.run());
+        match (spawned, &control.shared.thread) {
+            (Ok(handle), Some(slot)) => {
+                // Nothing else sets the slot.
+                let _ = slot.set(handle.thread().clone());
+                Ok(control)
+            }
+            (Ok(_), None) => Ok(control),
+            (Err(error), _) => Err(VerbsError::Thread {
+                device: Arc::clone(device),
+                errno: error.raw_os_error().unwrap_or(0),
+            }),
+        }
+    }
+
+    /// A control "thread" that runs jobs and destructions at once on whoever hands them over: for
+    /// a backend whose verbs cannot hang and that must stay on one thread.
+    #[cfg(any(test, feature = "sim"))]
+    pub(crate) fn inline(device: &Arc<str>) -> Self {
+        Self::new(device, None)
+    }
+
+    #[cfg(any(test, feature = "ibv", feature = "sim"))]
+    fn new(device: &Arc<str>, thread: Option<OnceLock<Thread>>) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                device: Arc::clone(device),
+                urgent: ArrayQueue::new(JOBS_MAX),
+                jobs: ArrayQueue::new(JOBS_MAX),
+                doomed: SegQueue::new(),
+                thread,
+                started: Instant::now(),
+                busy_since_ns: AtomicU64::new(0),
+                closed: AtomicBool::new(false),
+                failed_destructions: AtomicUsize::new(0),
+                quarantined_bytes: AtomicU64::new(0),
+            }),
+        }
+    }
+
+    /// Hands over `job` and returns the promise of its result. Never blocks.
+    ///
+    /// Fails when [`JOBS_MAX`] jobs wait already, or the context is closed.
+    pub fn submit<T, F>(&self, job: F) -> Result<Pending<T>, VerbsError>
+    where
+        T: Send + 'static,
+        F: FnOnce() -> T + Send + 'static,
+    {
+        let (pending, job) = self.promise(job);
+        self.enqueue(&self.shared.jobs, job)?;
+        Ok(pending)
+    }
+
+    /// Like [`submit`](Self::submit), ahead of destructions and of everything that was submitted
+    /// as not urgent: for moving queue pairs to the error state.
+    pub fn submit_urgent<T, F>(&self, job: F) -> Result<Pending<T>, VerbsError>
+    where
+        T: Send + 'static,
+        F: FnOnce() -> T + Send + 'static,
+    {
+        let (pending, job) = self.promise(job);
+        self.enqueue(&self.shared.urgent, job)?;
+        Ok(pending)
+    }
+
+    /// Hands over `job` without a promise: the job itself tells whom it concerns, for example
+    /// through an asynchronous channel. Fails like [`submit`](Self::submit).
+    pub fn execute<F>(&self, job: F) -> Result<(), VerbsError>
+    where
+        F: FnOnce() + Send + 'static,
+    {
+        self.enqueue(&self.shared.jobs, Box::new(job))
+    }
+
+    /// How long the job or destruction in progress has been running; `None` when idle.
+    ///
+    /// RTR towards a neighbour that the kernel has to resolve takes a second in the ordinary
+    /// course of things.
+    pub fn stuck_for(&self) -> Option<Duration> {
+        let since = self
+            .shared
+            .busy_since_ns
+            .load(Ordering::Acquire)
+            .checked_sub(1)?;
+        Some(
+            self.shared
+                .started
+                .elapsed()
+                .saturating_sub(Duration::from_nanos(since)),
+        )
+    }
+
+    /// Jobs and destructions that wait.
+    pub fn waiting(&self) -> usize {
+        self.shared.urgent.len() + self.shared.jobs.len() + self.shared.doomed.len()
+    }
+
+    /// Objects that the device refused to destroy. They are leaked.
+    pub fn failed_destructions(&self) -> usize {
+        self.shared.failed_destructions.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of host memory whose region the device refused to deregister: they stay mapped for
+    /// ever, since hardware may still reach them.
+    pub fn quarantined_bytes(&self) -> u64 {
+        self.shared.quarantined_bytes.load(Ordering::Relaxed)
+    }
+
+    /// True once the device is closed and the thread has nothing left to do.
+    pub fn is_closed(&self) -> bool {
+        self.shared.closed.load(Ordering::Acquire)
+    }
+
+    /// Waits until the device is closed, which happens after the last of the context's objects
+    /// was dropped. False when it is still open after `limit`.
+    pub fn wait_closed(&self, limit: Duration) -> bool {
+        let begin = Instant::now();
+        loop {
+            if self.is_closed() {
+                return true;
+            }
+            let Some(left) = limit.checked_sub(begin.elapsed()) else {
+                return false;
+            };
+            std::thread::sleep(left.min(Duration::from_millis(1)));
+        }
+    }
+
+    /// Hands an object over for destruction. Never blocks on the thread, never fails.
+    pub(crate) fn destroy(&self, doomed: Doomed) {
+        if self.shared.thread.is_none() {
+            self.shared.run_doomed(doomed);
+            return;
+        }
+        self.shared.doomed.push(doomed);
+        self.shared.wake();
+    }
+
+    fn promise<T, F>(&self, job: F) -> (Pending<T>, Job)
+    where
+        T: Send + 'static,
+        F: FnOnce() -> T + Send + 'static,
+    {
+        let (answer, receiver) = channel::bounded(1);
+        let pending = Pending {
+            device: Arc::clone(&self.shared.device),
+            receiver,
+        };
+        let job = move || {
+            // The caller may have stopped waiting; the result is dropped then.
+            let _ = answer.send(job());
+        };
+        (pending, Box::new(job))
+    }
+
+    fn enqueue(&self, queue: &ArrayQueue<Job>, job: Job) -> Result<(), VerbsError> {
+        fork::check()?;
+        let closed = || VerbsError::ControlClosed {
+            device: Arc::clone(&self.shared.device),
+        };
+        if self.is_closed() {
+            return Err(closed());
+        }
+        if self.shared.thread.is_none() {
+            self.shared.run_job(job);
+            return Ok(());
+        }
+        queue.push(job).map_err(|_| VerbsError::ControlBusy {
+            device: Arc::clone(&self.shared.device),
+            jobs_max: JOBS_MAX,
+        })?;
+        if self.is_closed() {
+            // The thread ended between the two looks. It sets the flag before it empties the
+            // queues, so that either it or this drops the job.
+            self.shared.drop_jobs();
+            return Err(closed());
+        }
+        self.shared.wake();
+        Ok(())
+    }
+}
+
+impl fmt::Debug for ControlThread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ControlThread")
+            .field("device", &self.shared.device)
+            .field("waiting", &self.waiting())
+            .field("stuck_for", &self.stuck_for())
+            .field("closed", &self.is_closed())
+            .finish()
+    }
+}
+
+impl Shared {
+    fn wake(&self) {
+        // Before the slot is set the thread has not parked for the last time: `spawn` wakes it.
+        if let Some(thread) = self.thread.as_ref().and_then(OnceLock::get) {
+            thread.unpark();
+        }
+    }
+
+    /// Body of the thread.
+    #[cfg(any(test, feature = "ibv"))]
+    fn run(&self) {
+        if let Some(slot) = &self.thread {
+            let _ = slot.set(std::thread::current());
+        }
+        while self.step() {
+            if self.urgent.is_empty() && self.doomed.is_empty() && self.jobs.is_empty() {
+                std::thread::park();
+            }
+        }
+        self.closed.store(true, Ordering::SeqCst);
+        self.drop_jobs();
+    }
+
+    /// Runs the next job or destruction, if there is one. False once the device is closed.
+    #[cfg(any(test, feature = "ibv"))]
+    fn step(&self) -> bool {
+        if let Some(job) = self.urgent.pop() {
+            self.run_job(job);
+        } else if let Some(doomed) = self.doomed.pop() {
+            return self.run_doomed(doomed);
+        } else if let Some(job) = self.jobs.pop() {
+            self.run_job(job);
+        }
+        true
+    }
+
+    fn run_job(&self, job: Job) {
+        self.timed(|| {
+            if catch_unwind(AssertUnwindSafe(job)).is_err() {
+                // The promise is broken by the drop of its sender; the thread lives on.
+                tracing::error!(device = %self.device, "a job of the control thread panicked");
+            }
+        });
+    }
+
+    /// Destroys an object. False when it was the context itself.
+    fn run_doomed(&self, doomed: Doomed) -> bool {
+        let last = doomed.is_last();
+        let name = doomed.name();
+        let memory_bytes = doomed.memory_bytes();
+        if let Err(errno) = self.timed(|| doomed.destroy()) {
+            self.failed_destructions.fetch_add(1, Ordering::Relaxed);
+            self.quarantined_bytes
+                .fetch_add(memory_bytes, Ordering::Relaxed);
+            tracing::error!(
+                device = %self.device, object = name, errno = errno.0, memory_bytes,
+                "the device refused to destroy an object; it is leaked"
+            );
+        }
+        if last && self.thread.is_none() {
+            self.closed.store(true, Ordering::SeqCst);
+        }
+        !last
+    }
+
+    fn timed<T>(&self, run: impl FnOnce() -> T) -> T {
+        let now = self.started.elapsed().as_nanos() as u64;
+        // An inline "thread" may destroy something while it runs a job: the outer mark stays.
+        let outer = self.busy_since_ns.swap(now + 1, Ordering::AcqRel);
+        if outer != 0 {
+            self.busy_since_ns.store(outer, Ordering::Release);
+        }
+        let result = run();
+        self.busy_since_ns.store(outer, Ordering::Release);
+        result
+    }
+
+    fn drop_jobs(&self) {
+        while self.urgent.pop().is_some() || self.jobs.pop().is_some() {}
+    }
+}
+
+/// The promise of a job's result. Dropping it does not stop the job.
+#[derive(Debug)]
+#[must_use = "the result of the job is lost"]
+pub struct Pending<T> {
+    device: Arc<str>,
+    receiver: Receiver<T>,
+}
+
+impl<T> Pending<T> {
+    /// Waits for the result, at most `limit`. After `NoAnswer` it can be asked again.
+    pub fn wait_timeout(&self, limit: Duration) -> Result<T, VerbsError> {
+        self.receiver
+            .recv_timeout(limit)
+            .map_err(|error| match error {
+                RecvTimeoutError::Timeout => VerbsError::NoAnswer {
+                    device: Arc::clone(&self.device),
+                    waited: limit,
+                },
+                RecvTimeoutError::Disconnected => self.lost(),
+            })
+    }
+
+    /// The result, if it is there. Never blocks.
+    pub fn try_take(&self) -> Option<Result<T, VerbsError>> {
+        match self.receiver.try_recv() {
+            Ok(result) => Some(Ok(result)),
+            Err(TryRecvError::Empty) => None,
+            Err(TryRecvError::Disconnected) => Some(Err(self.lost())),
+        }
+    }
+
+    fn lost(&self) -> VerbsError {
+        VerbsError::JobLost {
+            device: Arc::clone(&self.device),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(10);
+
+    fn thread() -> ControlThread {
+        ControlThread::spawn(&Arc::from("test0")).expect("a thread can be started")
+    }
+
+    #[test]
+    fn jobs_run_in_order_and_answer() {
+        let control = thread();
+        let first = control.submit(|| 1).expect("there is room");
+        let second = control
+            .submit(|| std::thread::current().name().map(str::to_owned))
+            .expect("there is room");
+        assert_eq!(first.wait_timeout(LIMIT).expect("an answer"), 1);
+        let name = second.wait_timeout(LIMIT).expect("an answer");
+        assert_eq!(name.as_deref(), Some("ctl-test0"));
+        control.destroy(Doomed::NotOpened);
+        assert!(control.wait_closed(LIMIT));
+        assert!(matches!(
+            control.submit(|| ()),
+            Err(VerbsError::ControlClosed { .. })
+        ));
+    }
+
+    #[test]
+    fn a_hanging_job_shows_and_blocks_nobody_else() {
+        let control = thread();
+        let (release, hang) = channel::bounded::<()>(0);
+        let hanging = control.submit(move || hang.recv().is_ok()).expect("room");
+        assert!(matches!(
+            hanging.wait_timeout(Duration::from_millis(30)),
+            Err(VerbsError::NoAnswer { .. })
+        ));
+        assert!(control.stuck_for().expect("it is busy") >= Duration::from_millis(20));
+        // Jobs are bounded, destructions are never refused.
+        let refused = (0..=JOBS_MAX)
+            .filter(|_| control.execute(|| ()).is_err())
+            .count();
+        assert_eq!(refused, 1);
+        let urgent = control.submit_urgent(|| 5).expect("a queue of its own");
+        control.destroy(Doomed::NotOpened);
+        assert!(!control.is_closed());
+        release.send(()).expect("the job waits");
+        assert!(hanging.wait_timeout(LIMIT).expect("an answer"));
+        assert_eq!(urgent.wait_timeout(LIMIT).expect("an answer"), 5);
+        assert!(control.wait_closed(LIMIT));
+        assert_eq!(control.stuck_for(), None);
+        assert_eq!(control.waiting(), 0);
+    }
+
+    #[test]
+    fn a_panicking_job_breaks_its_promise_only() {
+        let control = thread();
+        let broken = control.submit(|| panic!("on purpose")).expect("room");
+        let whole = control.submit(|| 7).expect("room");
+        assert!(matches!(
+            broken.wait_timeout(LIMIT),
+            Err(VerbsError::JobLost { .. })
+        ));
+        assert_eq!(whole.wait_timeout(LIMIT).expect("an answer"), 7);
+        control.destroy(Doomed::NotOpened);
+        assert!(control.wait_closed(LIMIT));
+    }
+
+    #[test]
+    fn without_a_thread_everything_happens_at_once() {
+        let control = ControlThread::inline(&Arc::from("sim0"));
+        let caller = std::thread::current().id();
+        let ran_on = control
+            .submit(|| std::thread::current().id())
+            .expect("open");
+        assert_eq!(ran_on.try_take().expect("at once").expect("whole"), caller);
+        control.destroy(Doomed::NotOpened);
+        assert!(control.is_closed());
+    }
+}
