@@ -52,9 +52,12 @@
 //! ```
 
 pub mod backoff;
+pub mod ids;
 pub mod observer;
+pub mod rail;
 pub mod record;
 mod time;
+pub mod verdict;
 
 pub use time::Time;
 
