@@ -4,6 +4,8 @@
 //! through here, so that both do the same thing. `cargo xtask --help` lists the commands. What is
 //! deliberately not here: anything the library crates or the program need at run time.
 
+mod artifacts;
+mod ci;
 mod guest;
 mod process;
 mod setup;
@@ -28,6 +30,14 @@ enum Task {
     Setup,
     /// Run a command in the soft-RoCE guest: four RDMA devices on two emulated hosts.
     Vm(guest::VmArgs),
+    /// Run the scenarios that need real verbs devices, in one boot of the guest.
+    Guest(guest::ScenarioArgs),
+    /// Run everything that must pass before a change lands.
+    Ci {
+        /// Also what takes longer than half an hour.
+        #[arg(long)]
+        full: bool,
+    },
     /// Check the house rules that a program can check.
     Tidy,
 }
@@ -36,6 +46,8 @@ fn main() -> ExitCode {
     let result = match Cli::parse().task {
         Task::Setup => setup::run().map(|()| ExitCode::SUCCESS),
         Task::Vm(args) => guest::vm(&args),
+        Task::Guest(args) => guest::scenarios(&args).map(|()| ExitCode::SUCCESS),
+        Task::Ci { full } => ci::run(full).map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {

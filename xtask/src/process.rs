@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
@@ -53,6 +54,38 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
         bail!("`{shown}` failed: {}\n{}", output.status, stderr.trim_end());
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Like [`run`], but ends the command and all its children after `limit`, and when we die.
+///
+/// coreutils' timeout gives the children a process group of its own and signals all of it; the
+/// kernel tells timeout, by way of setpriv, when we are gone.
+pub(crate) fn run_within(command: &Command, limit: Duration) -> Result<()> {
+    let mut bounded = Command::new("setpriv");
+    bounded
+        .args(["--pdeathsig", "TERM", "--", "timeout", "--kill-after=10"])
+        .arg(limit.as_secs().to_string())
+        .arg(command.get_program())
+        .args(command.get_args())
+        .stdin(Stdio::null());
+    if let Some(dir) = command.get_current_dir() {
+        bounded.current_dir(dir);
+    }
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => bounded.env(name, value),
+            None => bounded.env_remove(name),
+        };
+    }
+    let shown = shown(command);
+    let status = bounded
+        .status()
+        .with_context(|| format!("cannot start `{shown}`"))?;
+    match status.code() {
+        Some(0) => Ok(()),
+        Some(124) => bail!("`{shown}` was ended after {} s", limit.as_secs()),
+        _ => bail!("`{shown}` failed: {status}"),
+    }
 }
 
 /// The program and its arguments as one would type them, for messages.

@@ -8,6 +8,8 @@
 
 mod image;
 mod kernel;
+mod scenarios;
+mod self_check;
 mod session;
 
 use std::ffi::OsString;
@@ -17,7 +19,9 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-pub(crate) use session::{Ending, Session};
+pub(crate) use scenarios::{ScenarioArgs, scenarios};
+pub(crate) use self_check::self_check;
+use session::{Ending, Session};
 
 use crate::{setup, workspace};
 
@@ -68,6 +72,7 @@ pub(crate) fn vm(args: &VmArgs) -> Result<ExitCode> {
     setup::install_missing()?;
     let ending = Session {
         command: args.command.clone(),
+        env: Vec::new(),
         cwd: std::env::current_dir()?,
         timeout: Duration::from_secs(args.timeout),
         memory_mib: args.memory,
@@ -79,19 +84,12 @@ pub(crate) fn vm(args: &VmArgs) -> Result<ExitCode> {
         rig: !args.no_rig,
     }
     .run()?;
-    Ok(match ending {
-        Ending::Exited(status) => ExitCode::from(status),
-        Ending::TimedOut => {
-            eprintln!(
-                "xtask vm: the command was ended at its limit of {} s",
-                args.timeout
-            );
-            ExitCode::from(EXIT_TIMED_OUT)
-        }
-        Ending::GuestFailed { reason, console } => {
-            eprintln!("xtask vm: the guest failed: {reason}");
-            eprintln!("xtask vm: the end of its console:\n{console}");
-            ExitCode::from(EXIT_GUEST_FAILED)
-        }
-    })
+    if let Some(message) = ending.problem(args.timeout) {
+        eprintln!("xtask vm: {message}");
+    }
+    Ok(ExitCode::from(match ending {
+        Ending::Exited(status) => status,
+        Ending::TimedOut => EXIT_TIMED_OUT,
+        Ending::GuestFailed { .. } => EXIT_GUEST_FAILED,
+    }))
 }

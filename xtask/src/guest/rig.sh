@@ -28,6 +28,8 @@ for nic in a0 a1 b0 b1; do
     echo 0 > $conf/$nic/rp_filter
     echo 1 > $conf/$nic/arp_ignore
     echo 2 > $conf/$nic/arp_announce
+    # Without it, deleting an address would delete the later ones of its subnet too.
+    echo 1 > $conf/$nic/promote_secondaries
     ip rule add pref 10 iif $nic lookup local
     ip rule add pref 15 oif $nic lookup 10$host
     ip rule add pref 20 from 192.168.77.$host to 192.168.77.0/24 lookup 10$host

@@ -45,6 +45,8 @@ const INHERITED_PREFIXES: &[&str] = &["MC_", "RERAIL_", "RUST_", "RUSTUP_"];
 pub(crate) struct Session {
     /// Program and arguments.
     pub(crate) command: Vec<OsString>,
+    /// Variables for it, beside those that it inherits.
+    pub(crate) env: Vec<(String, OsString)>,
     /// Where it runs; the guest has the same directories as the host.
     pub(crate) cwd: PathBuf,
     /// When it is ended.
@@ -73,6 +75,19 @@ pub(crate) enum Ending {
         /// The last lines of the console.
         console: String,
     },
+}
+
+impl Ending {
+    /// What went wrong beside the command itself; `limit_s` is the one that it was given.
+    pub(crate) fn problem(&self, limit_s: u64) -> Option<String> {
+        match self {
+            Self::Exited(_) => None,
+            Self::TimedOut => Some(format!("the command was ended at its limit of {limit_s} s")),
+            Self::GuestFailed { reason, console } => Some(format!(
+                "the guest failed: {reason}\nThe end of its console:\n{console}"
+            )),
+        }
+    }
 }
 
 impl Session {
@@ -160,6 +175,11 @@ impl Session {
                 script.extend_from_slice(&quoted(&value));
                 script.push(b'\n');
             }
+        }
+        for (name, value) in &self.env {
+            script.extend_from_slice(format!("export {name}=").as_bytes());
+            script.extend_from_slice(&quoted(value));
+            script.push(b'\n');
         }
         script.extend_from_slice(b"export RERAIL_OUT=");
         script.extend_from_slice(&quoted(self.out.as_os_str()));

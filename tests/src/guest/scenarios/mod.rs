@@ -1,0 +1,21 @@
+//! The scenarios, a file each.
+
+use super::Scenario;
+
+/// Declares the modules and lists their scenarios, so that a new one is a file and a word here.
+macro_rules! scenarios {
+    ($($module:ident),+ $(,)?) => {
+        $(mod $module;)+
+
+        /// All scenarios, in the order in which they run.
+        #[must_use]
+        pub fn all() -> &'static [&'static Scenario] {
+            &[$(&$module::SCENARIO),+]
+        }
+    };
+}
+
+scenarios! {
+    rig_in_order,
+    rig_faults_and_repair,
+}

@@ -1,0 +1,211 @@
+//! The stages, in the order in which they run.
+
+use std::fs;
+use std::process::Stdio;
+
+use anyhow::{Result, ensure};
+
+use super::{Context, Stage};
+use crate::guest::{self, ScenarioArgs};
+use crate::{process, setup, tidy, workspace};
+
+pub(super) const STAGES: &[Stage] = &[
+    Stage {
+        name: "setup",
+        budget_s: 240,
+        full_only: false,
+        run: |_| setup::run(),
+    },
+    Stage {
+        name: "fmt",
+        budget_s: 20,
+        full_only: false,
+        run: fmt,
+    },
+    Stage {
+        name: "tidy",
+        budget_s: 40,
+        full_only: false,
+        run: |_| tidy::run(),
+    },
+    Stage {
+        name: "clippy",
+        budget_s: 300,
+        full_only: false,
+        run: clippy,
+    },
+    Stage {
+        name: "features",
+        budget_s: 240,
+        full_only: false,
+        run: features,
+    },
+    Stage {
+        name: "layering",
+        budget_s: 60,
+        full_only: false,
+        run: layering,
+    },
+    Stage {
+        name: "doc",
+        budget_s: 60,
+        full_only: false,
+        run: doc,
+    },
+    Stage {
+        name: "tests",
+        budget_s: 480,
+        full_only: false,
+        run: tests,
+    },
+    Stage {
+        name: "guest",
+        budget_s: 360,
+        full_only: false,
+        run: scenarios,
+    },
+];
+
+/// Feature sets beyond "everything", which is what the whole workspace builds. Cargo builds what
+/// depends on features anew for each set, so this is a check without code generation, and each set
+/// is here for a reason of its own.
+const FEATURE_SETS: &[(&str, &[&str])] = &[
+    (
+        "what the demo builds on a machine with nothing but Rust",
+        &[
+            "-p",
+            "rerail",
+            "--no-default-features",
+            "--features",
+            "sim,server",
+        ],
+    ),
+    (
+        "the verbs' two backends, alone",
+        &["-p", "rerail-verbs", "--features", "ibv"],
+    ),
+    ("", &["-p", "rerail-verbs", "--features", "sim"]),
+    (
+        "each store, alone",
+        &["-p", "rerail-metadata", "--features", "etcd"],
+    ),
+    ("", &["-p", "rerail-metadata", "--features", "redis"]),
+    ("", &["-p", "rerail-metadata", "--features", "http"]),
+    ("", &["-p", "rerail-metadata", "--features", "server"]),
+    (
+        "the compact form of descriptors, alone",
+        &["-p", "rerail-metadata", "--features", "bincode"],
+    ),
+];
+/// Crates that must build where neither libibverbs nor libclang can be found.
+const PORTABLE: &[&str] = &[
+    "rerail-topology",
+    "rerail-metadata",
+    "rerail-transport",
+    "rerail-engine",
+];
+
+fn fmt(ci: &Context) -> Result<()> {
+    ci.cargo(&["fmt", "--all", "--check"])
+}
+
+/// Everything with every feature: the program's default features are all there are.
+fn clippy(ci: &Context) -> Result<()> {
+    ci.cargo(&[
+        "clippy",
+        "--locked",
+        "--workspace",
+        "--all-targets",
+        "--",
+        "-D",
+        "warnings",
+    ])
+}
+
+fn features(ci: &Context) -> Result<()> {
+    for (why, set) in FEATURE_SETS {
+        if !why.is_empty() {
+            println!("# {why}");
+        }
+        let tail = ["--", "-D", "warnings"];
+        ci.cargo(&[&["clippy", "--locked", "--all-targets"], *set, &tail].concat())?;
+    }
+    Ok(())
+}
+
+/// The crates above the verbs do not need the verbs' libraries: they are in none of their graphs of
+/// packages, and they build with the libraries hidden.
+fn layering(ci: &Context) -> Result<()> {
+    for package in PORTABLE {
+        let tree = process::cargo()
+            .args(["tree", "--locked", "-p", package, "-i", "rdma-sys"])
+            .stdin(Stdio::null())
+            .output()?;
+        let stdout = String::from_utf8_lossy(&tree.stdout);
+        let stderr = String::from_utf8_lossy(&tree.stderr);
+        ensure!(
+            stdout.trim().is_empty(),
+            "{package} depends on rdma-sys:\n{stdout}"
+        );
+        // Cargo's way of saying that the package is not in the graph.
+        ensure!(
+            stderr.contains("did not match any packages") || stderr.contains("nothing to print"),
+            "cargo tree for {package} says something unexpected: {stderr}"
+        );
+    }
+    let nowhere = workspace::target().join("hidden-libraries");
+    fs::create_dir_all(&nowhere)?;
+    let nowhere = nowhere.to_string_lossy();
+    let hidden = [
+        ("LIBCLANG_PATH", &*nowhere),
+        ("PKG_CONFIG_LIBDIR", &*nowhere),
+        ("PKG_CONFIG_PATH", &*nowhere),
+    ];
+    let mut build = vec!["build", "--locked"];
+    for package in PORTABLE {
+        build.extend(["-p", package]);
+    }
+    ci.cargo_with(&build, &hidden)
+}
+
+fn doc(ci: &Context) -> Result<()> {
+    ci.cargo_with(
+        &["doc", "--locked", "--workspace", "--no-deps"],
+        &[("RUSTDOCFLAGS", "-D warnings")],
+    )
+}
+
+/// All tests of the workspace that need no device. nextest is used where it is installed, as it
+/// ends tests that hang; plain cargo runs the same ones.
+fn tests(ci: &Context) -> Result<()> {
+    if has_nextest() {
+        ci.cargo(&[
+            "nextest",
+            "run",
+            "--locked",
+            "--workspace",
+            "--no-fail-fast",
+        ])?;
+        ci.cargo(&["test", "--locked", "--workspace", "--doc"])
+    } else {
+        ci.cargo(&["test", "--locked", "--workspace", "--no-fail-fast"])
+    }
+}
+
+fn has_nextest() -> bool {
+    let asked = process::cargo()
+        .args(["nextest", "--version"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    asked.is_ok_and(|status| status.success())
+}
+
+fn scenarios(ci: &Context) -> Result<()> {
+    guest::self_check()?;
+    guest::scenarios(&ScenarioArgs {
+        full: ci.full,
+        ..ScenarioArgs::default()
+    })
+}

@@ -1,0 +1,72 @@
+//! `cargo xtask guest`: all scenarios of the `rerail-tests` crate in one boot.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use super::session::{Ending, Session};
+use crate::artifacts::Artifacts;
+use crate::{setup, workspace};
+
+/// How long all scenarios of a kind may take together.
+const LIMIT_S: u64 = 600;
+const LIMIT_FULL_S: u64 = 3600;
+const MEMORY_MIB: u32 = 6144;
+
+/// Arguments of `cargo xtask guest`.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub(crate) struct ScenarioArgs {
+    /// Also the long ones.
+    #[arg(long)]
+    pub(crate) full: bool,
+    /// Prints the scenarios' names and runs none.
+    #[arg(long)]
+    pub(crate) list: bool,
+    /// Parts of names of scenarios [default: all].
+    #[arg(value_name = "PART")]
+    pub(crate) parts: Vec<String>,
+}
+
+/// Builds the program and the scenarios and runs them in the guest.
+pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
+    setup::install_missing()?;
+    let artifacts = Artifacts::build()?;
+    let mut command: Vec<OsString> = vec![artifacts.program("guest-scenarios")?.into()];
+    if args.full {
+        command.push("--full".into());
+    }
+    if args.list {
+        command.push("--list".into());
+    }
+    command.extend(args.parts.iter().map(OsString::from));
+    // `CRATE=PATH`, separated by colons, as the scenarios' runner reads it.
+    let mut tests = OsString::new();
+    for (crate_name, path) in artifacts.guest_tests() {
+        tests.push(format!("{crate_name}="));
+        tests.push(path);
+        tests.push(":");
+    }
+    let limit_s = if args.full { LIMIT_FULL_S } else { LIMIT_S };
+    let ending = Session {
+        command,
+        env: vec![
+            ("RERAIL_BIN".to_owned(), artifacts.program("rerail")?.into()),
+            ("RERAIL_GUEST_TESTS".to_owned(), tests),
+        ],
+        cwd: workspace::root(),
+        timeout: Duration::from_secs(limit_s),
+        memory_mib: MEMORY_MIB,
+        cpus: 2,
+        out: workspace::target().join("guest/out"),
+        rig: true,
+    }
+    .run()?;
+    if let Some(problem) = ending.problem(limit_s) {
+        bail!("{problem}");
+    }
+    match ending {
+        Ending::Exited(0) => Ok(()),
+        _ => bail!("scenarios failed; their logs are in target/guest/out/scenarios"),
+    }
+}
