@@ -8,6 +8,8 @@
 
 mod backend;
 mod completion_queue;
+#[cfg(any(feature = "ibv", feature = "sim"))]
+pub mod conformance;
 mod context;
 mod control;
 mod device;

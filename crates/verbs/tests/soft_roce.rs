@@ -1,0 +1,230 @@
+//! The conformance bodies, and what is particular to Linux, on real devices.
+//!
+//! `RERAIL_VERBS_TEST_DEVICES=rxe_a0,rxe_a1` names two devices that reach one another; without it
+//! each test says that it is left out, and passes. Links and addresses are only touched when
+//! `RERAIL_VERBS_TEST_FAULTS=1` allows it, which needs root. Run with `--test-threads=1`: the
+//! devices are shared.
+#![cfg(feature = "ibv")]
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use rerail_verbs::conformance::{BODIES, Fabric, Side};
+use rerail_verbs::{Context, Gid, VerbsError, ibv};
+
+const DEVICES: &str = "RERAIL_VERBS_TEST_DEVICES";
+const FAULTS: &str = "RERAIL_VERBS_TEST_FAULTS";
+
+/// Two devices of this machine.
+struct RealFabric {
+    initiator: String,
+    target: String,
+    may_break: bool,
+}
+
+impl RealFabric {
+    /// The devices that the environment names, or nothing, said aloud.
+    fn from_env() -> Option<Self> {
+        let Ok(names) = std::env::var(DEVICES) else {
+            println!("left out: {DEVICES} names no devices");
+            return None;
+        };
+        let (initiator, target) = names.split_once(',').expect("two names with a comma");
+        Some(Self {
+            initiator: initiator.to_owned(),
+            target: target.to_owned(),
+            may_break: std::env::var(FAULTS).is_ok_and(|value| value == "1"),
+        })
+    }
+
+    fn name(&self, side: Side) -> &str {
+        match side {
+            Side::Initiator => &self.initiator,
+            Side::Target => &self.target,
+        }
+    }
+
+    fn port_dir(&self, side: Side) -> PathBuf {
+        PathBuf::from(format!("/sys/class/infiniband/{}/ports/1", self.name(side)))
+    }
+
+    /// The network interface of the device's first row.
+    fn netdev(&self, side: Side) -> String {
+        read(self.port_dir(side).join("gid_attrs/ndevs/0")).expect("a row with an interface")
+    }
+}
+
+fn read(path: PathBuf) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    Some(text.trim().to_owned())
+}
+
+fn ip(arguments: &str) -> String {
+    let output = Command::new("ip")
+        .args(arguments.split_whitespace())
+        .output()
+        .expect("ip can be run");
+    assert!(output.status.success(), "ip {arguments}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+impl Fabric for RealFabric {
+    fn open(&self, side: Side) -> Context {
+        let list = ibv::devices().expect("the list of devices");
+        let device = list.find(self.name(side));
+        device
+            .unwrap_or_else(|| panic!("no such device; {list}"))
+            .open()
+            .expect("it opens")
+    }
+
+    fn pass_time(&self) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+
+    fn set_link(&self, side: Side, up: bool) -> bool {
+        if !self.may_break {
+            println!("left out: {FAULTS} is not 1");
+            return false;
+        }
+        let netdev = self.netdev(side);
+        // Routes go with the link: they are noted before and put back after.
+        let note = std::env::temp_dir().join(format!("rerail-routes-{netdev}"));
+        if up {
+            ip(&format!("link set {netdev} up"));
+            for route in std::fs::read_to_string(&note).expect("noted").lines() {
+                ip(&format!("route replace {route} dev {netdev}"));
+            }
+        } else {
+            let routes = ip(&format!("-4 route show table all dev {netdev}"));
+            let kept: Vec<&str> = routes
+                .lines()
+                .filter(|route| !route.starts_with("local") && !route.starts_with("broadcast"))
+                .collect();
+            std::fs::write(&note, kept.join("\n")).expect("a note");
+            ip(&format!("link set {netdev} down"));
+        }
+        true
+    }
+
+    fn set_gid(&self, side: Side, gid: Gid, present: bool) -> bool {
+        if !self.may_break {
+            println!("left out: {FAULTS} is not 1");
+            return false;
+        }
+        let verb = if present { "add" } else { "del" };
+        ip(&format!(
+            "addr {verb} {}/32 dev {}",
+            gid.to_ip(),
+            self.netdev(side)
+        ));
+        true
+    }
+}
+
+#[test]
+fn conformance() {
+    let Some(fabric) = RealFabric::from_env() else {
+        return;
+    };
+    let only = std::env::var("RERAIL_VERBS_TEST_ONLY").unwrap_or_default();
+    for (name, body) in BODIES.iter().filter(|(name, _)| name.contains(&only)) {
+        println!("{name}");
+        body(&fabric);
+    }
+}
+
+#[test]
+fn gid_table_equals_sysfs() {
+    let Some(fabric) = RealFabric::from_env() else {
+        return;
+    };
+    for side in [Side::Initiator, Side::Target] {
+        let context = fabric.open(side);
+        let length = context.port_attr(1).expect("the port").gid_tbl_len;
+        let rows = context.gid_table(1).expect("the table");
+        let dir = fabric.port_dir(side);
+        let mut expected = Vec::new();
+        for index in 0..length {
+            let gid = read(dir.join(format!("gids/{index}"))).expect("a row of sysfs");
+            let kind = read(dir.join(format!("gid_attrs/types/{index}")));
+            let netdev = read(dir.join(format!("gid_attrs/ndevs/{index}")));
+            if let Some(kind) = kind {
+                expected.push((index, gid, kind, netdev.unwrap_or_default()));
+            }
+        }
+        let found: Vec<_> = rows
+            .iter()
+            .map(|row| {
+                let netdev = row.netdev.as_ref().map(|netdev| netdev.name.clone());
+                (
+                    row.index,
+                    row.gid.to_string(),
+                    row.gid_type.to_string(),
+                    netdev.unwrap_or_default(),
+                )
+            })
+            .collect();
+        assert_eq!(found, expected);
+        assert!(found.iter().all(|row| row.2 == "RoCE v2"), "{found:?}");
+    }
+}
+
+#[test]
+fn device_and_port_say_what_they_are() {
+    let Some(fabric) = RealFabric::from_env() else {
+        return;
+    };
+    let context = fabric.open(Side::Initiator);
+    let attr = context.device_attr().expect("the device");
+    assert!(
+        attr.max_qp > 0 && attr.max_mr_bytes > 0 && attr.phys_port_cnt == 1,
+        "{attr:?}"
+    );
+    let list = ibv::devices().expect("the list");
+    let device = list.find(&fabric.initiator).expect("the device");
+    assert_eq!(device.node_guid(), attr.node_guid);
+    let port = context.port_attr(1).expect("the port");
+    assert!(
+        port.state.is_active() && port.active_mtu.is_some(),
+        "{port:?}"
+    );
+    assert_eq!(context.pkey(1, 0).expect("a P_Key"), 0xffff);
+    assert!(context.async_fd().is_some());
+    assert!(context.next_event().is_ok());
+}
+
+#[test]
+fn a_forked_child_is_refused_everything() {
+    let Some(fabric) = RealFabric::from_env() else {
+        return;
+    };
+    let context = fabric.open(Side::Initiator);
+    let queue = context.create_cq(8).expect("a queue");
+    // SAFETY: the child calls what allocates nothing and takes no lock, and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = matches!(context.port_attr(1), Err(VerbsError::ForkedProcess))
+            && matches!(queue.poll(&mut []), Err(VerbsError::ForkedProcess))
+            && matches!(context.next_event(), Err(VerbsError::ForkedProcess))
+            && matches!(
+                context.control().execute(|| ()),
+                Err(VerbsError::ForkedProcess)
+            );
+        drop(queue);
+        drop(context);
+        // SAFETY: ends the child without running the parent's destructors.
+        unsafe { libc::_exit(if refused { 0 } else { 1 }) };
+    }
+    assert!(child > 0);
+    let mut status = -1;
+    // SAFETY: waits for a child of our own.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0, "the child was not refused");
+    // The parent's objects are whole.
+    let control = context.control().clone();
+    drop((queue, context));
+    assert!(control.wait_closed(Duration::from_secs(30)));
+    assert_eq!(control.failed_destructions(), 0);
+}
