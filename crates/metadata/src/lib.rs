@@ -1,2 +1,24 @@
 #![forbid(unsafe_code)]
-//! See README.md.
+//! Metadata of transfer engines: the documents, the stores they live in, and their readers.
+//!
+//! Start at [`connect`] for a store from a URL, and at [`descriptor`] for the documents.
+
+pub mod descriptor;
+mod error;
+mod keys;
+pub mod memory;
+mod options;
+mod secret;
+mod store;
+mod url;
+
+pub use error::MetadataError;
+pub use keys::KeySpace;
+pub use memory::MemoryStore;
+pub use options::{StoreOptions, connect};
+pub use secret::Secret;
+pub use store::{
+    Capabilities, LeaseId, MetadataStore, Record, Result, Version, WATCH_QUEUE_MAX, Watch,
+    WatchEvent, WatchKind, WatchSink,
+};
+pub use url::StoreUrl;
