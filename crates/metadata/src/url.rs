@@ -162,13 +162,14 @@ impl StoreUrl {
     fn parse_redis(text: &str, rest: &str, tls: bool) -> Result<Self, MetadataError> {
         let (user, rest) = split_user(text, rest)?;
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-        let database =
-            match path.trim_end_matches('/') {
-                "" => None,
-                index => Some(index.parse::<u8>().map_err(|_| {
-                    bad(text, &format!("database index {index:?} is not in 0..=255"))
-                })?),
-            };
+        let database = match path.trim_end_matches('/') {
+            "" => None,
+            index => Some(
+                index
+                    .parse::<u8>()
+                    .map_err(|_| bad(text, "the database index is not a number in 0..=255"))?,
+            ),
+        };
         let (host, port) = host_port(text, authority)?;
         if port.is_none() {
             tracing::warn!(
@@ -256,6 +257,7 @@ fn built_in_schemes() -> String {
     names.join(", ")
 }
 
+/// The reason never quotes parts of the URL: where it is broken, any part may be a password.
 fn bad(text: &str, reason: &str) -> MetadataError {
     MetadataError::Url {
         url: redact(text),
@@ -330,14 +332,14 @@ fn percent_decode(text: &str) -> Option<String> {
 fn host_port(text: &str, authority: &str) -> Result<(String, Option<u16>), MetadataError> {
     let port_of = |port: &str| match port.parse::<u16>() {
         Ok(port) if port != 0 => Ok(port),
-        _ => Err(bad(text, &format!("port {port:?} is not in 1..=65535"))),
+        _ => Err(bad(text, "the port is not a number in 1..=65535")),
     };
     let (host, port) = if let Some(rest) = authority.strip_prefix('[') {
         let Some((host, after)) = rest.split_once(']') else {
             return Err(bad(text, "']' is missing after an IPv6 address"));
         };
         if host.parse::<std::net::Ipv6Addr>().is_err() {
-            return Err(bad(text, &format!("{host:?} is no IPv6 address")));
+            return Err(bad(text, "what stands in [] is no IPv6 address"));
         }
         match after.strip_prefix(':') {
             Some(port) => (host, Some(port_of(port)?)),
