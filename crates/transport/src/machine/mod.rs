@@ -52,6 +52,7 @@
 //! ```
 
 pub mod backoff;
+pub mod fence;
 pub mod ids;
 pub mod observer;
 pub mod rail;
