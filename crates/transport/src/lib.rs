@@ -1,4 +1,8 @@
 #![forbid(unsafe_code)]
 //! Transports that survive faults. See the module list.
 
+mod error;
 pub mod machine;
+pub mod rdma;
+
+pub use error::{TransferError, TransportError};

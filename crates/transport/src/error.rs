@@ -1,0 +1,136 @@
+//! Errors of the transports.
+
+use rerail_verbs::VerbsError;
+
+/// Why a transfer failed. It is reported only once no work of the transfer can touch memory any
+/// more.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransferError {
+    /// The deadline passed.
+    #[error("not finished within its time limit towards {peer}; last trouble: {cause}")]
+    Deadline {
+        /// Name of the peer's segment.
+        peer: String,
+        /// The last thing that went wrong on a rail to it.
+        cause: String,
+    },
+    /// The peer's key does not allow the access: its memory was unregistered, or registered again.
+    #[error("{peer} refused access to {length} bytes at {addr:#x} over {rail}: refresh its record")]
+    RemoteAccess {
+        /// Name of the peer's segment.
+        peer: String,
+        /// The rail: own device and peer's NIC path.
+        rail: String,
+        /// First remote address of the slice.
+        addr: u64,
+        /// Bytes of the slice.
+        length: u32,
+    },
+    /// A work request was refused by the local device: a local key that does not cover the bytes,
+    /// or a length that does not fit.
+    #[error("{rail} refused {length} bytes at {addr:#x}: {cause}")]
+    Refused {
+        /// The rail: own device and peer's NIC path.
+        rail: String,
+        /// First local address of the slice.
+        addr: u64,
+        /// Bytes of the slice.
+        length: u32,
+        /// The completion's status.
+        cause: String,
+    },
+    /// No rail to the peer can exist: it has no device that any local NIC may talk to.
+    #[error("no rail leads to {peer}: {cause}")]
+    NoPath {
+        /// Name of the peer's segment.
+        peer: String,
+        /// Why not.
+        cause: String,
+    },
+    /// The peer is another process under the same name now: its addresses mean nothing.
+    #[error("{peer} was restarted since the request was made; open it again")]
+    PeerRestarted {
+        /// Name of the peer's segment.
+        peer: String,
+    },
+    /// The owner gave it up.
+    #[error("cancelled")]
+    Canceled,
+    /// The engine was closed.
+    #[error("the engine was closed")]
+    Closed,
+}
+
+impl TransferError {
+    /// True when the same request, made again after the peer's record was refreshed, may succeed.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Deadline { .. } | Self::RemoteAccess { .. } | Self::NoPath { .. } => true,
+            Self::Refused { .. } | Self::PeerRestarted { .. } | Self::Canceled | Self::Closed => {
+                false
+            }
+        }
+    }
+}
+
+/// Why a transport could not do what was asked.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransportError {
+    /// A verb failed.
+    #[error(transparent)]
+    Verbs(#[from] VerbsError),
+    /// A setting has a value that is not allowed.
+    #[error("{variable}={value}: expected {expected}")]
+    Setting {
+        /// Name of the variable.
+        variable: String,
+        /// Its value.
+        value: String,
+        /// What is allowed.
+        expected: String,
+    },
+    /// A device that was asked for does not exist.
+    #[error("there is no RDMA device {device}; there are: {available}")]
+    UnknownDevice {
+        /// The name asked for.
+        device: String,
+        /// The names there are, or why there are none.
+        available: String,
+    },
+    /// A port cannot be used.
+    #[error("{device} port {port} cannot be used: {reason}")]
+    Port {
+        /// Name of the device.
+        device: String,
+        /// The port, from 1.
+        port: u32,
+        /// Why not.
+        reason: String,
+    },
+    /// A connection could not be made.
+    #[error("no connection from {local} to {peer}: {reason}")]
+    Connection {
+        /// Own NIC path.
+        local: String,
+        /// The peer's NIC path.
+        peer: String,
+        /// The cause, a refusal in the peer's own words.
+        reason: String,
+    },
+    /// The transport is being closed.
+    #[error("the transport is closed")]
+    Closed,
+}
+
+impl TransportError {
+    /// True when the same call can succeed later without anything else being changed.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Verbs(error) => error.is_retryable(),
+            Self::Port { .. } | Self::Connection { .. } => true,
+            Self::Setting { .. } | Self::UnknownDevice { .. } | Self::Closed => false,
+        }
+    }
+}

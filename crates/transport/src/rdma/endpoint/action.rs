@@ -1,0 +1,175 @@
+//! What goes into an endpoint and what comes out.
+
+use rerail_verbs::{Gid, Mtu};
+
+/// A request of the peer that waits for an answer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct Token(pub u64);
+
+/// Content of a Connection message (reference 3.4), whichever way it goes.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Offer {
+    /// The sender's NIC path.
+    pub local_path: String,
+    /// The receiver's NIC path, as the sender knows it.
+    pub peer_path: String,
+    /// The sender's GID; old peers leave it out.
+    pub gid: Option<Gid>,
+    /// The sender's LID.
+    pub lid: u16,
+    /// The sender's queue pairs; they pair by position. None at all asks the receiver to close.
+    pub qp_nums: Vec<u32>,
+    /// Absent from peers that do not acknowledge; false in the first message, true in the
+    /// acknowledgement.
+    pub ready_ack: Option<bool>,
+    /// First packet number that the sender will use; absent from C++ peers, who use 0.
+    pub psn: Option<u32>,
+    /// The sender's path MTU; absent from C++ peers.
+    pub path_mtu: Option<Mtu>,
+    /// Reads that the sender can serve at once on each queue pair; absent from C++ peers.
+    pub rd_atomic: Option<u8>,
+    /// The sender's instance; absent from C++ peers.
+    pub instance: Option<String>,
+    /// The instance that the sender believes the receiver to be.
+    pub peer_instance: Option<String>,
+}
+
+/// The own ends of a connection: queue pairs in INIT.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct LocalEnds {
+    /// GID that the queue pairs use.
+    pub gid: Option<Gid>,
+    /// LID of the port.
+    pub lid: u16,
+    /// Numbers of the queue pairs.
+    pub qp_nums: Vec<u32>,
+    /// First packet number to be sent, 24 bits.
+    pub psn: u32,
+    /// Largest path MTU of the port, cut to the setting.
+    pub path_mtu: Option<Mtu>,
+    /// Reads that each queue pair can serve at once.
+    pub rd_atomic: u8,
+}
+
+/// The peer's ends of a connection.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PeerEnds {
+    /// GID to send to.
+    pub gid: Gid,
+    /// LID to send to; 0 on Ethernet.
+    pub lid: u16,
+    /// Numbers of the queue pairs, as many as our own.
+    pub qp_nums: Vec<u32>,
+    /// First packet number that it sends.
+    pub psn: u32,
+    /// Its path MTU, if it says.
+    pub path_mtu: Option<Mtu>,
+    /// Reads that it can serve at once, if it says.
+    pub rd_atomic: Option<u8>,
+    /// Its instance, if it is a Rerail peer.
+    pub instance: Option<String>,
+    /// It takes part in the exchange of ready acknowledgements.
+    pub ready_ack: bool,
+}
+
+/// Why an endpoint is closed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum CloseCause {
+    /// Something at our end failed: creating or moving queue pairs.
+    Local(String),
+    /// The peer refused, in its words, or could not be reached.
+    Refused(String),
+    /// The peer's message does not fit ours.
+    Mismatch(String),
+    /// It took too long.
+    Timeout(&'static str),
+    /// Work on it failed, or made no progress.
+    Broken(String),
+    /// The peer asked for it.
+    PeerClosed,
+    /// The peer has made new queue pairs.
+    PeerRebuilt,
+    /// The local NIC, the peer's NIC or the engine goes away.
+    Withdrawn(String),
+}
+
+impl std::fmt::Display for CloseCause {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Local(reason) => write!(f, "local error: {reason}"),
+            Self::Refused(reason) => write!(f, "the peer refused: {reason}"),
+            Self::Mismatch(reason) | Self::Broken(reason) | Self::Withdrawn(reason) => {
+                f.write_str(reason)
+            }
+            Self::Timeout(what) => f.write_str(what),
+            Self::PeerClosed => f.write_str("the peer closed the connection"),
+            Self::PeerRebuilt => f.write_str("the peer built its end anew"),
+        }
+    }
+}
+
+/// What can happen to an endpoint.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Input {
+    /// Somebody has work for the peer.
+    Open,
+    /// Outcome of [`Action::Prepare`].
+    Prepared(Result<LocalEnds, String>),
+    /// Outcome of [`Action::Raise`].
+    Raised(Result<(), String>),
+    /// Outcome of [`Action::Ask`]: the peer's answer, or its refusal, or why none came.
+    Replied(Result<Offer, String>),
+    /// Outcome of [`Action::Acknowledge`].
+    Acknowledged(Result<(), String>),
+    /// The peer sent a Connection message. Each is answered, refused or passed on, once.
+    Requested(Token, Offer),
+    /// It is to be closed.
+    Close(CloseCause),
+    /// Outcome of [`Action::ToError`]: all queue pairs are in ERR.
+    InError,
+    /// The data thread has had a completion for everything that it had posted.
+    Drained,
+    /// Outcome of [`Action::Destroy`].
+    Destroyed,
+    /// The peer has confirmed that its end is in ERR or gone.
+    PeerClosed,
+}
+
+/// What an endpoint wants done.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Action {
+    /// Make queue pairs and move them to INIT.
+    Prepare,
+    /// Move the queue pairs to RTS towards these.
+    Raise(PeerEnds),
+    /// Send the first Connection message.
+    Ask(Offer),
+    /// Send the ready acknowledgement.
+    Acknowledge(Offer),
+    /// Answer the peer's request.
+    Answer(Token, Offer),
+    /// Refuse the peer's request with this reason.
+    Refuse(Token, String),
+    /// The request is for another endpoint between the same NICs: this one is being closed.
+    PassOn(Token, Offer),
+    /// Hand the queue pairs to the data thread: work may be posted.
+    Attach,
+    /// Tell the data thread to post no more; it collects what comes back.
+    Detach,
+    /// Move all queue pairs to ERR.
+    ToError,
+    /// Ask the peer to move its end to ERR.
+    TellPeer(Offer),
+    /// The queue pairs are in ERR: the data thread reports once all has come back.
+    AwaitDrain,
+    /// Destroy the queue pairs.
+    Destroy,
+    /// The queue pairs are destroyed and nothing more will come back: the data thread gives up
+    /// what it still waits for.
+    GiveUp,
+    /// Nothing of this endpoint can reach memory any more, at either end.
+    Fenced,
+    /// It is over.
+    Closed(CloseCause),
+}

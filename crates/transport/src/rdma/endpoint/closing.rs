@@ -1,0 +1,185 @@
+//! The end of an endpoint: cut, drain, destroy, and the fence at the far end.
+//!
+//! The order is fixed: the data thread stops posting, the queue pairs go to ERR and the peer is
+//! told at the same time, what was posted comes back flushed, the queue pairs are destroyed. That
+//! is the *local fence*. The *remote fence* is the peer's confirmation, or the time that a packet
+//! can live (design §6).
+
+use super::{Action, CloseCause, Endpoint, Limits, Offer, State, Token};
+use crate::machine::Time;
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Closing {
+    cause: CloseCause,
+    since: Time,
+    /// Queue pairs were handed to the data thread.
+    attached: bool,
+    in_error: bool,
+    destroying: bool,
+    /// When the queue pairs were drained and destroyed.
+    locally_fenced: Option<Time>,
+    peer_closed: bool,
+    /// The peer's requests to close that are answered once the queue pairs are in ERR.
+    closers: Vec<Token>,
+}
+
+impl Closing {
+    pub(super) fn next_timeout(&self, limits: &Limits) -> Option<Time> {
+        match self.locally_fenced {
+            Some(at) => Some(at + limits.packet_lifetime),
+            None if self.destroying => None,
+            None => Some(self.since + limits.drain),
+        }
+    }
+}
+
+impl Endpoint {
+    pub(super) fn close(&mut self, now: Time, cause: CloseCause) {
+        if self.is_closing() {
+            return;
+        }
+        if let Some((token, _)) = self.early.take() {
+            self.act(Action::Refuse(token, cause.to_string()));
+        }
+        for token in std::mem::take(&mut self.waiting) {
+            self.act(Action::Refuse(token, cause.to_string()));
+        }
+        if matches!(self.state, State::New | State::Preparing) {
+            // A late `Prepared` finds the endpoint closed, and the driver drops its queue pairs.
+            self.state = State::Closed;
+            self.act(Action::Closed(cause));
+            return;
+        }
+        let attached = self.state == State::Connected;
+        if attached {
+            self.act(Action::Detach);
+        }
+        self.act(Action::ToError);
+        // A peer that closed or rebuilt its end has left ours; one that never saw ours has
+        // nothing to close.
+        let peer_closed = matches!(cause, CloseCause::PeerClosed | CloseCause::PeerRebuilt)
+            || self.peer.is_none();
+        if !peer_closed {
+            let offer = Offer {
+                qp_nums: Vec::new(),
+                ..self.offer(None)
+            };
+            self.act(Action::TellPeer(offer));
+        }
+        self.state = State::Failing(Closing {
+            cause,
+            since: now,
+            attached,
+            in_error: false,
+            destroying: false,
+            locally_fenced: None,
+            peer_closed,
+            closers: Vec::new(),
+        });
+    }
+
+    pub(super) fn close_requested(&mut self, now: Time, token: Token) {
+        self.close(now, CloseCause::PeerClosed);
+        let pending = match &mut self.state {
+            State::Failing(closing) => {
+                closing.peer_closed = true;
+                let wait = !closing.in_error;
+                if wait {
+                    closing.closers.push(token);
+                }
+                wait
+            }
+            _ => false,
+        };
+        if !pending {
+            self.act(Action::Refuse(token, CLOSED.into()));
+        }
+        self.advance(now);
+    }
+
+    pub(super) fn in_error(&mut self, now: Time) {
+        let State::Failing(closing) = &mut self.state else {
+            return;
+        };
+        closing.in_error = true;
+        let attached = closing.attached;
+        for token in std::mem::take(&mut closing.closers) {
+            self.act(Action::Refuse(token, CLOSED.into()));
+        }
+        if attached {
+            self.act(Action::AwaitDrain);
+        } else {
+            self.drained(now);
+        }
+    }
+
+    pub(super) fn drained(&mut self, _now: Time) {
+        if let State::Failing(closing) = &mut self.state {
+            if !closing.destroying {
+                closing.destroying = true;
+                self.act(Action::Destroy);
+            }
+        }
+    }
+
+    pub(super) fn destroyed(&mut self, now: Time) {
+        let State::Failing(closing) = &mut self.state else {
+            return;
+        };
+        closing.locally_fenced = Some(now);
+        // A destroyed queue pair is as good as one in ERR.
+        closing.in_error = true;
+        let attached = closing.attached;
+        for token in std::mem::take(&mut closing.closers) {
+            self.act(Action::Refuse(token, CLOSED.into()));
+        }
+        if attached {
+            self.act(Action::GiveUp);
+        }
+        self.advance(now);
+    }
+
+    pub(super) fn peer_closed(&mut self, now: Time) {
+        if let State::Failing(closing) = &mut self.state {
+            closing.peer_closed = true;
+        }
+        self.advance(now);
+    }
+
+    pub(super) fn closing_timeout(&mut self, now: Time) {
+        let State::Failing(closing) = &mut self.state else {
+            return;
+        };
+        if closing
+            .next_timeout(&self.limits)
+            .is_none_or(|due| now < due)
+        {
+            return;
+        }
+        if closing.locally_fenced.is_some() {
+            closing.peer_closed = true;
+            self.advance(now);
+        } else {
+            // Not drained in time: a destroyed queue pair reads and writes nothing either.
+            self.drained(now);
+        }
+    }
+
+    /// Closes for good once both fences are through.
+    fn advance(&mut self, _now: Time) {
+        let State::Failing(closing) = &self.state else {
+            return;
+        };
+        if closing.locally_fenced.is_none() || !closing.peer_closed {
+            return;
+        }
+        let cause = closing.cause.clone();
+        self.state = State::Closed;
+        self.act(Action::Fenced);
+        self.act(Action::Closed(cause));
+    }
+}
+
+/// Answer to a request to close. It has to be a refusal for a C++ peer, who takes any other answer
+/// for a connection.
+const CLOSED: &str = "closed";

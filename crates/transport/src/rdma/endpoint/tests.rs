@@ -1,0 +1,401 @@
+use std::net::Ipv4Addr;
+
+use super::*;
+
+fn parties(local: &str, peer: &str) -> Parties {
+    Parties {
+        local_path: local.into(),
+        peer_path: peer.into(),
+        instance: Some(format!("instance of {local}")),
+        peer_instance: None,
+        fallback: None,
+    }
+}
+
+fn endpoint(local: &str, peer: &str) -> Endpoint {
+    Endpoint::new(Time::ZERO, parties(local, peer), Limits::default())
+}
+
+fn ends(first_qp: u32) -> LocalEnds {
+    LocalEnds {
+        gid: Some(Gid::from_ipv4(Ipv4Addr::new(10, 0, 0, first_qp as u8))),
+        lid: 0,
+        qp_nums: vec![first_qp, first_qp + 1],
+        psn: first_qp * 100,
+        path_mtu: Some(Mtu::Mtu4096),
+        rd_atomic: 16,
+    }
+}
+
+fn offer(local: &str, peer: &str, first_qp: u32) -> Offer {
+    Offer {
+        local_path: local.into(),
+        peer_path: peer.into(),
+        gid: ends(first_qp).gid,
+        qp_nums: ends(first_qp).qp_nums,
+        ready_ack: Some(false),
+        ..Offer::default()
+    }
+}
+
+fn at(millis: u64) -> Time {
+    Time::from_millis(millis)
+}
+
+fn actions(endpoint: &mut Endpoint) -> Vec<Action> {
+    std::iter::from_fn(|| endpoint.poll()).collect()
+}
+
+fn handle(endpoint: &mut Endpoint, input: Input) -> Vec<Action> {
+    endpoint.handle(at(1), input);
+    actions(endpoint)
+}
+
+/// An active endpoint `a` whose request to `b` is out.
+fn offered() -> Endpoint {
+    let mut endpoint = endpoint("a", "b");
+    assert_eq!(handle(&mut endpoint, Input::Open), [Action::Prepare]);
+    let out = handle(&mut endpoint, Input::Prepared(Ok(ends(1))));
+    assert!(matches!(&out[..], [Action::Ask(offer)]
+        if offer.qp_nums == [1, 2] && offer.ready_ack == Some(false)));
+    endpoint
+}
+
+fn connected() -> Endpoint {
+    let mut endpoint = offered();
+    handle(&mut endpoint, Input::Replied(Ok(offer("b", "a", 5))));
+    handle(&mut endpoint, Input::Raised(Ok(())));
+    assert_eq!(
+        handle(&mut endpoint, Input::Acknowledged(Ok(()))),
+        [Action::Attach]
+    );
+    endpoint
+}
+
+#[test]
+fn the_active_side_posts_only_after_its_acknowledgement_was_taken() {
+    let mut endpoint = offered();
+    let out = handle(&mut endpoint, Input::Replied(Ok(offer("b", "a", 5))));
+    assert!(matches!(&out[..], [Action::Raise(peer)] if peer.qp_nums == [5, 6]));
+    let out = handle(&mut endpoint, Input::Raised(Ok(())));
+    assert!(matches!(&out[..], [Action::Acknowledge(offer)] if offer.ready_ack == Some(true)));
+    assert!(!endpoint.is_connected());
+    assert_eq!(
+        handle(&mut endpoint, Input::Acknowledged(Ok(()))),
+        [Action::Attach]
+    );
+    assert!(endpoint.is_connected());
+}
+
+#[test]
+fn an_old_peer_without_ready_ack_is_connected_at_once() {
+    let mut endpoint = offered();
+    let reply = Offer {
+        ready_ack: None,
+        ..offer("b", "a", 5)
+    };
+    handle(&mut endpoint, Input::Replied(Ok(reply)));
+    assert_eq!(
+        handle(&mut endpoint, Input::Raised(Ok(()))),
+        [Action::Attach]
+    );
+}
+
+#[test]
+fn the_passive_side_answers_from_rts_and_waits_for_the_acknowledgement() {
+    let mut endpoint = endpoint("b", "a");
+    let request = Input::Requested(Token(1), offer("a", "b", 1));
+    assert_eq!(handle(&mut endpoint, request), [Action::Prepare]);
+    let out = handle(&mut endpoint, Input::Prepared(Ok(ends(5))));
+    assert!(matches!(&out[..], [Action::Raise(_)]));
+    let out = handle(&mut endpoint, Input::Raised(Ok(())));
+    assert!(matches!(&out[..], [Action::Answer(Token(1), offer)] if offer.qp_nums == [5, 6]));
+    assert!(!endpoint.is_connected());
+
+    let stale = Offer {
+        ready_ack: Some(true),
+        ..offer("a", "b", 3)
+    };
+    let out = handle(&mut endpoint, Input::Requested(Token(2), stale));
+    assert!(matches!(&out[..], [Action::Refuse(Token(2), _)]));
+    let ack = Offer {
+        ready_ack: Some(true),
+        ..offer("a", "b", 1)
+    };
+    let out = handle(&mut endpoint, Input::Requested(Token(3), ack));
+    assert!(matches!(
+        &out[..],
+        [Action::Answer(Token(3), _), Action::Attach]
+    ));
+}
+
+#[test]
+fn a_passive_side_without_acknowledgement_gives_up_after_ten_seconds() {
+    let mut endpoint = endpoint("b", "a");
+    handle(
+        &mut endpoint,
+        Input::Requested(Token(1), offer("a", "b", 1)),
+    );
+    handle(&mut endpoint, Input::Prepared(Ok(ends(5))));
+    handle(&mut endpoint, Input::Raised(Ok(())));
+    assert_eq!(endpoint.next_timeout(), Some(at(10_001)));
+    endpoint.handle_timeout(at(10_000));
+    assert!(actions(&mut endpoint).is_empty());
+    endpoint.handle_timeout(at(10_001));
+    assert!(endpoint.is_closing());
+    assert!(actions(&mut endpoint).contains(&Action::ToError));
+}
+
+#[test]
+fn h03_simultaneous_open_ends_on_one_pair_of_queue_pairs() {
+    // Every order in which the two requests, answers and acknowledgements can arrive.
+    for order in 0..4 {
+        let mut left = offered();
+        let mut right = endpoint("b", "a");
+        handle(&mut right, Input::Open);
+        handle(&mut right, Input::Prepared(Ok(ends(5))));
+        let take = |endpoint: &mut Endpoint, request: Offer| -> Offer {
+            handle(endpoint, Input::Requested(Token(9), request));
+            let out = handle(endpoint, Input::Raised(Ok(())));
+            let [Action::Answer(Token(9), answer)] = &out[..] else {
+                panic!("{out:?}");
+            };
+            answer.clone()
+        };
+        let to_left = take(&mut right, offer("a", "b", 1));
+        let to_right = take(&mut left, offer("b", "a", 5));
+        let replies = |left: &mut Endpoint, right: &mut Endpoint| {
+            let mut acks = Vec::new();
+            for (endpoint, answer) in [(left, &to_left), (right, &to_right)] {
+                for action in handle(endpoint, Input::Replied(Ok(answer.clone()))) {
+                    match action {
+                        Action::Acknowledge(offer) => acks.push(offer),
+                        other => panic!("{other:?}"),
+                    }
+                }
+            }
+            acks
+        };
+        let acks = replies(&mut left, &mut right);
+        let [left_ack, right_ack] = &acks[..] else {
+            panic!("both acknowledge: {acks:?}");
+        };
+        let mut attached = 0;
+        let mut count = |out: Vec<Action>| {
+            attached += out
+                .iter()
+                .filter(|action| **action == Action::Attach)
+                .count();
+        };
+        let deliver = |from: usize, left: &mut Endpoint, right: &mut Endpoint| match from {
+            0 => handle(right, Input::Requested(Token(7), left_ack.clone())),
+            1 => handle(left, Input::Requested(Token(8), right_ack.clone())),
+            2 => handle(left, Input::Acknowledged(Ok(()))),
+            _ => handle(right, Input::Acknowledged(Ok(()))),
+        };
+        for step in 0..4 {
+            count(deliver((order + step) % 4, &mut left, &mut right));
+        }
+        assert!(left.is_connected() && right.is_connected(), "order {order}");
+        assert_eq!(attached, 2, "each side once, order {order}");
+    }
+}
+
+#[test]
+fn our_refused_request_does_not_undo_the_peers_own() {
+    let mut endpoint = offered();
+    handle(
+        &mut endpoint,
+        Input::Requested(Token(1), offer("b", "a", 5)),
+    );
+    handle(&mut endpoint, Input::Raised(Ok(())));
+    assert!(handle(&mut endpoint, Input::Replied(Err("busy".into()))).is_empty());
+    let ack = Offer {
+        ready_ack: Some(true),
+        ..offer("b", "a", 5)
+    };
+    let out = handle(&mut endpoint, Input::Requested(Token(2), ack));
+    assert!(out.contains(&Action::Attach));
+}
+
+#[test]
+fn h06_a_rebuilt_peer_retires_the_old_end_and_its_request_goes_on() {
+    let mut endpoint = connected();
+    let out = handle(
+        &mut endpoint,
+        Input::Requested(Token(4), offer("b", "a", 50)),
+    );
+    assert!(matches!(
+        &out[..],
+        [Action::Detach, Action::ToError, Action::PassOn(Token(4), offer)]
+            if offer.qp_nums == [50, 51]
+    ));
+}
+
+#[test]
+fn a_repeated_request_is_answered_again() {
+    let mut endpoint = connected();
+    let out = handle(
+        &mut endpoint,
+        Input::Requested(Token(4), offer("b", "a", 5)),
+    );
+    assert!(matches!(&out[..], [Action::Answer(Token(4), offer)] if offer.qp_nums == [1, 2]));
+    assert!(endpoint.is_connected());
+}
+
+#[test]
+fn h20_unequal_counts_wrong_paths_and_300_queue_pairs_are_refused_with_the_reason() {
+    for (bad, word) in [
+        (
+            Offer {
+                qp_nums: vec![1],
+                ..offer("a", "b", 1)
+            },
+            "MC_NUM_QP_PER_EP",
+        ),
+        (
+            Offer {
+                qp_nums: (0..300).collect(),
+                ..offer("a", "b", 1)
+            },
+            "MC_NUM_QP_PER_EP",
+        ),
+        (offer("a", "c", 1), "paths"),
+        (offer("z", "b", 1), "paths"),
+        (
+            Offer {
+                gid: None,
+                ..offer("a", "b", 1)
+            },
+            "GID",
+        ),
+    ] {
+        let mut endpoint = endpoint("b", "a");
+        handle(&mut endpoint, Input::Requested(Token(1), bad));
+        let out = handle(&mut endpoint, Input::Prepared(Ok(ends(5))));
+        let refused = out
+            .iter()
+            .any(|action| matches!(action, Action::Refuse(Token(1), text) if text.contains(word)));
+        assert!(refused, "{out:?}");
+        assert!(endpoint.is_closing());
+    }
+}
+
+#[test]
+fn h18_a_refusal_is_the_cause_in_the_peers_words() {
+    let mut endpoint = offered();
+    handle(&mut endpoint, Input::Replied(Err("no such NIC".into())));
+    handle(&mut endpoint, Input::InError);
+    let out = handle(&mut endpoint, Input::Destroyed);
+    assert_eq!(
+        out,
+        [
+            Action::Fenced,
+            Action::Closed(CloseCause::Refused("no such NIC".into()))
+        ]
+    );
+}
+
+#[test]
+fn a_request_meant_for_an_earlier_instance_is_refused() {
+    let mut endpoint = endpoint("b", "a");
+    let request = Offer {
+        peer_instance: Some("older".into()),
+        ..offer("a", "b", 1)
+    };
+    let out = handle(&mut endpoint, Input::Requested(Token(1), request));
+    assert!(matches!(&out[..], [Action::Refuse(Token(1), text)] if text.contains("older")));
+}
+
+#[test]
+fn a_cut_endpoint_is_drained_before_it_is_destroyed_and_fenced_by_the_peers_word() {
+    let mut endpoint = connected();
+    let out = handle(
+        &mut endpoint,
+        Input::Close(CloseCause::Broken("RETRY_EXC_ERR".into())),
+    );
+    assert!(matches!(
+        &out[..],
+        [Action::Detach, Action::ToError, Action::TellPeer(offer)] if offer.qp_nums.is_empty()
+    ));
+    assert_eq!(handle(&mut endpoint, Input::InError), [Action::AwaitDrain]);
+    assert!(handle(&mut endpoint, Input::PeerClosed).is_empty());
+    assert_eq!(handle(&mut endpoint, Input::Drained), [Action::Destroy]);
+    let out = handle(&mut endpoint, Input::Destroyed);
+    assert!(matches!(
+        &out[..],
+        [Action::GiveUp, Action::Fenced, Action::Closed(_)]
+    ));
+    assert!(handle(&mut endpoint, Input::Replied(Ok(offer("b", "a", 5)))).is_empty());
+}
+
+#[test]
+fn without_the_peers_word_the_fence_takes_a_packets_lifetime() {
+    let mut endpoint = connected();
+    handle(
+        &mut endpoint,
+        Input::Close(CloseCause::Broken("RETRY_EXC_ERR".into())),
+    );
+    handle(&mut endpoint, Input::InError);
+    handle(&mut endpoint, Input::Drained);
+    endpoint.handle(at(500), Input::Destroyed);
+    assert_eq!(actions(&mut endpoint), [Action::GiveUp]);
+    assert_eq!(endpoint.next_timeout(), Some(at(2_500)));
+    endpoint.handle_timeout(at(2_499));
+    assert!(actions(&mut endpoint).is_empty());
+    endpoint.handle_timeout(at(2_500));
+    assert!(matches!(
+        &actions(&mut endpoint)[..],
+        [Action::Fenced, Action::Closed(_)]
+    ));
+}
+
+#[test]
+fn a_queue_pair_that_does_not_drain_is_destroyed_after_the_limit() {
+    let mut endpoint = connected();
+    endpoint.handle(at(100), Input::Close(CloseCause::Broken("stuck".into())));
+    actions(&mut endpoint);
+    endpoint.handle_timeout(at(1_099));
+    assert!(actions(&mut endpoint).is_empty());
+    endpoint.handle_timeout(at(1_100));
+    assert_eq!(actions(&mut endpoint), [Action::Destroy]);
+    endpoint.handle(at(1_200), Input::Drained);
+    assert!(actions(&mut endpoint).is_empty(), "destroyed once");
+}
+
+#[test]
+fn a_peers_request_to_close_is_answered_only_once_our_end_is_in_error() {
+    let mut endpoint = connected();
+    let close = Offer {
+        qp_nums: Vec::new(),
+        ..offer("b", "a", 5)
+    };
+    let out = handle(&mut endpoint, Input::Requested(Token(6), close));
+    assert_eq!(out, [Action::Detach, Action::ToError]);
+    let out = handle(&mut endpoint, Input::InError);
+    assert!(matches!(
+        &out[..],
+        [Action::Refuse(Token(6), _), Action::AwaitDrain]
+    ));
+}
+
+#[test]
+fn h03_an_answer_that_comes_while_the_queue_pairs_are_raised_is_not_lost() {
+    let mut early = offered();
+    handle(&mut early, Input::Requested(Token(1), offer("b", "a", 5)));
+    handle(&mut early, Input::Replied(Ok(offer("b", "a", 5))));
+    let out = handle(&mut early, Input::Raised(Ok(())));
+    assert!(matches!(
+        &out[..],
+        [Action::Answer(Token(1), _), Action::Acknowledge(_)]
+    ));
+
+    let mut late = offered();
+    handle(&mut late, Input::Replied(Ok(offer("b", "a", 5))));
+    handle(&mut late, Input::Requested(Token(1), offer("b", "a", 5)));
+    let out = handle(&mut late, Input::Raised(Ok(())));
+    assert!(matches!(
+        &out[..],
+        [Action::Answer(Token(1), _), Action::Acknowledge(_)]
+    ));
+}

@@ -1,0 +1,157 @@
+//! Where a request is cut (reference 6.6).
+//!
+//! A slice never crosses the seam of two registered regions, at either end: a large buffer may
+//! consist of several, each with keys of its own (report R12).
+
+use std::sync::Arc;
+
+/// How long slices are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Slicing {
+    /// Bytes of an ordinary slice (`MC_SLICE_SIZE`).
+    pub slice_bytes: u32,
+    /// A rest that is longer than a slice by at most this is not cut (`MC_FRAGMENT_RATIO`).
+    pub fragment_bytes: u32,
+}
+
+impl Slicing {
+    /// Length of the next slice, of `remaining` bytes with `local_room` and `remote_room` bytes to
+    /// the seams. Zero only when one of them is.
+    pub fn cut(self, remaining: u64, local_room: u64, remote_room: u64) -> u32 {
+        let whole = u64::from(self.slice_bytes) + u64::from(self.fragment_bytes);
+        let length = if remaining <= whole {
+            remaining
+        } else {
+            u64::from(self.slice_bytes)
+        };
+        // The sum of two u32 may not fit one; a slice of 4 GiB is cut a byte short.
+        length
+            .min(local_room)
+            .min(remote_room)
+            .min(u64::from(u32::MAX)) as u32
+    }
+}
+
+/// A part of a request that is posted as one work request.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Slice {
+    /// First byte, counted from the request's start.
+    pub offset: u64,
+    /// Bytes, at least one.
+    pub length: u32,
+}
+
+/// A registered region, or the part of it that a request needs.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Piece {
+    /// Address of the first byte, as work requests name it.
+    pub addr: u64,
+    /// Bytes.
+    pub length: u64,
+    /// One key per NIC of the owner: lkeys at the near end, rkeys at the far end.
+    pub keys: Arc<[u32]>,
+}
+
+/// One end of a request: bytes in one or several regions that follow each other without a gap.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Span {
+    addr: u64,
+    pieces: Vec<Piece>,
+}
+
+impl Span {
+    /// The `length` bytes from `addr`, which `pieces` must cover from the lowest address on.
+    ///
+    /// `None` if they do not: a byte before the first or after the last, or a gap. Pieces that
+    /// are not needed are left out.
+    pub fn new(addr: u64, length: u64, pieces: impl IntoIterator<Item = Piece>) -> Option<Self> {
+        let end = addr.checked_add(length)?;
+        let mut covered = addr;
+        let mut kept = Vec::new();
+        for piece in pieces {
+            let piece_end = piece.addr.checked_add(piece.length)?;
+            if piece_end <= covered || covered >= end {
+                continue;
+            }
+            if piece.addr > covered {
+                return None;
+            }
+            covered = piece_end;
+            kept.push(piece);
+        }
+        (covered >= end).then_some(Self { addr, pieces: kept })
+    }
+
+    /// Address of the first byte.
+    pub fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// Address of the byte at `offset`, bytes from there to the seam, and the region's keys.
+    pub fn at(&self, offset: u64) -> Option<(u64, u64, &[u32])> {
+        let addr = self.addr.checked_add(offset)?;
+        let index = self
+            .pieces
+            .partition_point(|piece| piece.addr.saturating_add(piece.length) <= addr);
+        let piece = self.pieces.get(index)?;
+        let inside = addr.checked_sub(piece.addr)?;
+        Some((addr, piece.length - inside, &piece.keys))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SLICING: Slicing = Slicing {
+        slice_bytes: 65_536,
+        fragment_bytes: 16_384,
+    };
+
+    fn piece(addr: u64, length: u64, key: u32) -> Piece {
+        Piece {
+            addr,
+            length,
+            keys: Arc::from([key]),
+        }
+    }
+
+    #[test]
+    fn a_small_rest_goes_with_the_slice_before() {
+        for (remaining, expected) in [
+            (1, 1),
+            (65_536, 65_536),
+            (81_920, 81_920),
+            (81_921, 65_536),
+            (1 << 40, 65_536),
+        ] {
+            assert_eq!(SLICING.cut(remaining, u64::MAX, u64::MAX), expected);
+        }
+    }
+
+    #[test]
+    fn r12_a_slice_ends_at_the_seam_of_either_end() {
+        assert_eq!(SLICING.cut(100_000, 10, 20), 10);
+        assert_eq!(SLICING.cut(100_000, 20, 10), 10);
+        let span = Span::new(
+            150,
+            200,
+            [piece(100, 100, 1), piece(200, 100, 2), piece(300, 100, 3)],
+        )
+        .expect("covered");
+        assert_eq!(span.at(0), Some((150, 50, &[1][..])));
+        assert_eq!(span.at(49), Some((199, 1, &[1][..])));
+        assert_eq!(span.at(50), Some((200, 100, &[2][..])));
+        assert_eq!(span.at(199), Some((349, 51, &[3][..])));
+    }
+
+    #[test]
+    fn r09_a_span_is_covered_to_the_last_byte_or_refused() {
+        let pieces = || [piece(100, 100, 1), piece(200, 100, 2)];
+        assert!(Span::new(100, 200, pieces()).is_some());
+        assert!(Span::new(100, 201, pieces()).is_none());
+        assert!(Span::new(99, 2, pieces()).is_none());
+        assert!(Span::new(u64::MAX, 2, pieces()).is_none());
+        assert!(Span::new(100, 200, [piece(100, 99, 1), piece(200, 100, 2)]).is_none());
+    }
+}

@@ -1,0 +1,214 @@
+//! Accounting of one request: every byte of it ends exactly once.
+//!
+//! A transfer is shared by the NICs that work on it. Each claims the next slice when it has room
+//! to post one, so that slices go where they finish first, and the work list is never longer than
+//! the queues are deep, whatever the request's size (report X18). Slices of a connection that
+//! broke are given back and claimed again. Deliberately not here: which NIC works on it, and when
+//! a broken connection is fenced; see the modules `router` and `connector`.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use crossbeam::queue::SegQueue;
+use rerail_verbs::RdmaOpcode;
+
+use super::slice::{Slice, Slicing, Span};
+use crate::error::TransferError;
+use crate::machine::Time;
+
+/// What is to be moved.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TransferSpec {
+    /// Write: local to remote; read: remote to local.
+    pub opcode: RdmaOpcode,
+    /// The near end.
+    pub local: Span,
+    /// The far end.
+    pub remote: Span,
+    /// Bytes.
+    pub length: u64,
+    /// Where it is cut.
+    pub slicing: Slicing,
+    /// When it fails if it is not finished.
+    pub deadline: Time,
+}
+
+/// Who is told that a transfer has finished.
+pub trait OnFinished: Send + Sync {
+    /// The transfer has finished: no work of it can touch memory at either end any more. Called
+    /// exactly once, on whatever thread ended the last byte, which is mostly a data thread: it
+    /// must not block.
+    fn finished(&self, transfer: &Transfer);
+}
+
+/// A request on its way.
+pub struct Transfer {
+    spec: TransferSpec,
+    /// First byte that nobody has claimed. At `length` when all are claimed or given up.
+    cursor: AtomicU64,
+    /// Slices whose attempt was abandoned and locally fenced.
+    returned: SegQueue<Slice>,
+    /// Bytes that have not ended, plus one per fence that is waited for. At 0 it is finished: only
+    /// a holder of a part of it adds to it, so that it never comes back from 0.
+    open: AtomicU64,
+    transferred: AtomicU64,
+    retried_slices: AtomicU64,
+    error: OnceLock<TransferError>,
+    on_finished: Arc<dyn OnFinished>,
+}
+
+impl Transfer {
+    /// A transfer of which nothing is claimed. One of length 0 is finished before this returns.
+    pub fn new(spec: TransferSpec, on_finished: Arc<dyn OnFinished>) -> Arc<Self> {
+        let length = spec.length;
+        let transfer = Arc::new(Self {
+            spec,
+            cursor: AtomicU64::new(0),
+            returned: SegQueue::new(),
+            open: AtomicU64::new(length),
+            transferred: AtomicU64::new(0),
+            retried_slices: AtomicU64::new(0),
+            error: OnceLock::new(),
+            on_finished,
+        });
+        if length == 0 {
+            transfer.on_finished.finished(&transfer);
+        }
+        transfer
+    }
+
+    /// What is moved.
+    pub fn spec(&self) -> &TransferSpec {
+        &self.spec
+    }
+
+    /// Bytes that arrived. Counts whole slices.
+    pub fn transferred_bytes(&self) -> u64 {
+        self.transferred.load(Ordering::Acquire)
+    }
+
+    /// Slices that had to be posted again.
+    pub fn retried_slices(&self) -> u64 {
+        self.retried_slices.load(Ordering::Relaxed)
+    }
+
+    /// Why it failed, or is about to: set once, before it is finished.
+    pub fn error(&self) -> Option<&TransferError> {
+        self.error.get()
+    }
+
+    /// True once every byte has ended and every fence is through.
+    pub fn is_finished(&self) -> bool {
+        self.open.load(Ordering::Acquire) == 0
+    }
+
+    /// True while there is something to claim.
+    pub fn has_work(&self) -> bool {
+        self.cursor.load(Ordering::Acquire) < self.spec.length || !self.returned.is_empty()
+    }
+
+    /// The next slice to post. The caller owns it and must end it: with [`complete`](Self::complete)
+    /// or [`give_back`](Self::give_back).
+    pub fn claim(&self) -> Option<Slice> {
+        if !self.returned.is_empty() {
+            if let Some(slice) = self.returned.pop() {
+                return Some(slice);
+            }
+        }
+        let mut offset = self.cursor.load(Ordering::Acquire);
+        loop {
+            if offset >= self.spec.length {
+                return None;
+            }
+            let (_, local_room, _) = self.spec.local.at(offset)?;
+            let (_, remote_room, _) = self.spec.remote.at(offset)?;
+            let remaining = self.spec.length - offset;
+            let length = self.spec.slicing.cut(remaining, local_room, remote_room);
+            match self.cursor.compare_exchange_weak(
+                offset,
+                offset + u64::from(length),
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => return Some(Slice { offset, length }),
+                Err(current) => offset = current,
+            }
+        }
+    }
+
+    /// Ends a slice that arrived.
+    pub fn complete(&self, slice: Slice) {
+        let bytes = u64::from(slice.length);
+        self.transferred.fetch_add(bytes, Ordering::AcqRel);
+        self.end(bytes);
+    }
+
+    /// Takes a slice back whose attempt is locally fenced, to be claimed again; a failed transfer
+    /// ends it.
+    pub fn give_back(&self, slice: Slice) {
+        if self.error.get().is_none() {
+            self.retried_slices.fetch_add(1, Ordering::Relaxed);
+        }
+        self.returned.push(slice);
+        // Either `fail` sees this push when it empties the queue, or this sees its error.
+        fence(Ordering::SeqCst);
+        if self.error.get().is_some() {
+            self.end_returned();
+        }
+    }
+
+    /// Fails the transfer: nothing of it can be claimed any more, and it is finished once all that
+    /// is claimed has come back. Of several causes the first is kept. False if it had failed
+    /// before.
+    pub fn fail(&self, error: TransferError) -> bool {
+        if self.is_finished() || self.error.set(error).is_err() {
+            return false;
+        }
+        fence(Ordering::SeqCst);
+        let unclaimed = self.cursor.swap(self.spec.length, Ordering::AcqRel);
+        self.end_returned();
+        // Last, because it may finish the transfer.
+        self.end(self.spec.length - unclaimed);
+        true
+    }
+
+    /// Adds a fence that must be through before the transfer is finished. Only for a caller that
+    /// owns a slice of it, or another fence.
+    pub fn hold(&self) {
+        self.open.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// A fence is through.
+    pub fn release(&self) {
+        self.end(1);
+    }
+
+    fn end_returned(&self) {
+        while let Some(slice) = self.returned.pop() {
+            self.end(u64::from(slice.length));
+        }
+    }
+
+    fn end(&self, units: u64) {
+        if units > 0 && self.open.fetch_sub(units, Ordering::AcqRel) == units {
+            self.on_finished.finished(self);
+        }
+    }
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfer")
+            .field("opcode", &self.spec.opcode)
+            .field("length", &self.spec.length)
+            .field("claimed", &self.cursor.load(Ordering::Relaxed))
+            .field("open", &self.open.load(Ordering::Relaxed))
+            .field("error", &self.error.get())
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests;

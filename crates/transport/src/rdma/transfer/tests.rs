@@ -1,0 +1,169 @@
+use std::sync::atomic::AtomicUsize;
+
+use super::super::slice::Piece;
+use super::*;
+
+#[derive(Default)]
+struct Count(AtomicUsize);
+
+impl OnFinished for Count {
+    fn finished(&self, _transfer: &Transfer) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn span(addr: u64, pieces: &[u64]) -> Span {
+    let mut next = addr;
+    let pieces: Vec<Piece> = pieces
+        .iter()
+        .map(|length| {
+            let piece = Piece {
+                addr: next,
+                length: *length,
+                keys: Arc::from([7]),
+            };
+            next += length;
+            piece
+        })
+        .collect();
+    Span::new(addr, next - addr, pieces).expect("pieces without a gap")
+}
+
+fn transfer(length: u64, local: &[u64], remote: &[u64]) -> (Arc<Transfer>, Arc<Count>) {
+    let count = Arc::new(Count::default());
+    let spec = TransferSpec {
+        opcode: RdmaOpcode::Write,
+        local: span(1 << 20, local),
+        remote: span(1 << 30, remote),
+        length,
+        slicing: Slicing {
+            slice_bytes: 100,
+            fragment_bytes: 25,
+        },
+        deadline: Time::from_millis(1_000),
+    };
+    (Transfer::new(spec, count.clone()), count)
+}
+
+fn finished(count: &Count) -> usize {
+    count.0.load(Ordering::SeqCst)
+}
+
+#[test]
+fn slices_cover_the_request_once_and_stop_at_every_seam() {
+    let (transfer, count) = transfer(450, &[150, 300], &[30, 420]);
+    let mut slices = Vec::new();
+    while let Some(slice) = transfer.claim() {
+        slices.push((slice.offset, slice.length));
+    }
+    assert_eq!(
+        slices,
+        [
+            (0, 30),
+            (30, 100),
+            (130, 20),
+            (150, 100),
+            (250, 100),
+            (350, 100)
+        ]
+    );
+    for (offset, length) in slices {
+        assert_eq!(finished(&count), 0);
+        transfer.complete(Slice { offset, length });
+    }
+    assert_eq!(finished(&count), 1);
+    assert_eq!(transfer.transferred_bytes(), 450);
+    assert!(transfer.error().is_none());
+}
+
+#[test]
+fn a_slice_that_comes_back_is_claimed_again() {
+    let (transfer, count) = transfer(200, &[200], &[200]);
+    let first = transfer.claim().expect("work");
+    let second = transfer.claim().expect("work");
+    assert!(!transfer.has_work());
+    transfer.give_back(first);
+    assert!(transfer.has_work());
+    assert_eq!(transfer.claim(), Some(first));
+    transfer.complete(second);
+    transfer.complete(first);
+    assert_eq!(finished(&count), 1);
+    assert_eq!(transfer.retried_slices(), 1);
+}
+
+#[test]
+fn x01_a_failed_transfer_finishes_only_when_all_that_was_posted_has_come_back() {
+    let (transfer, count) = transfer(300, &[300], &[300]);
+    let first = transfer.claim().expect("work");
+    let second = transfer.claim().expect("work");
+    assert!(transfer.fail(TransferError::Canceled));
+    assert!(
+        !transfer.fail(TransferError::Canceled),
+        "the first cause is kept"
+    );
+    assert!(transfer.claim().is_none());
+    transfer.give_back(first);
+    assert_eq!(finished(&count), 0);
+    transfer.complete(second);
+    assert_eq!(finished(&count), 1);
+    assert_eq!(transfer.transferred_bytes(), 100);
+}
+
+#[test]
+fn a_fence_holds_the_report_back_though_all_bytes_arrived() {
+    let (transfer, count) = transfer(100, &[100], &[100]);
+    let slice = transfer.claim().expect("work");
+    transfer.hold();
+    transfer.give_back(slice);
+    let again = transfer.claim().expect("work");
+    transfer.complete(again);
+    assert_eq!(finished(&count), 0);
+    transfer.release();
+    assert_eq!(finished(&count), 1);
+}
+
+#[test]
+fn a_transfer_of_nothing_is_finished_at_once() {
+    let (transfer, count) = transfer(0, &[10], &[10]);
+    assert_eq!(finished(&count), 1);
+    assert!(transfer.claim().is_none());
+    assert!(!transfer.fail(TransferError::Canceled));
+    assert_eq!(finished(&count), 1);
+}
+
+#[test]
+fn threads_that_claim_give_back_and_fail_end_every_byte_once() {
+    for round in 0..50_u64 {
+        let (transfer, count) = transfer(20_000, &[7_000, 13_000], &[20_000]);
+        std::thread::scope(|scope| {
+            for worker in 0..4_u64 {
+                let transfer = &transfer;
+                scope.spawn(move || {
+                    let mut turn = worker;
+                    while let Some(slice) = transfer.claim() {
+                        turn += 1;
+                        if turn % 3 == 0 {
+                            transfer.hold();
+                            transfer.give_back(slice);
+                            transfer.release();
+                        } else {
+                            transfer.complete(slice);
+                        }
+                        if round % 2 == 1 && turn == 40 {
+                            transfer.fail(TransferError::Canceled);
+                        }
+                    }
+                });
+            }
+        });
+        // A worker may leave while another still holds a slice that it then gives back.
+        while let Some(slice) = transfer.claim() {
+            transfer.complete(slice);
+        }
+        assert_eq!(finished(&count), 1, "round {round}");
+        assert!(transfer.is_finished());
+        if transfer.error().is_none() {
+            assert_eq!(transfer.transferred_bytes(), 20_000);
+        }
+    }
+}
