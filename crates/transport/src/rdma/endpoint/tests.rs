@@ -1,5 +1,7 @@
 use std::net::Ipv4Addr;
 
+use rerail_verbs::Mtu;
+
 use super::*;
 
 fn parties(local: &str, peer: &str) -> Parties {
