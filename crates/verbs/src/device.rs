@@ -29,6 +29,13 @@ impl Device {
         }
     }
 
+    #[cfg(all(test, feature = "ibv"))]
+    pub(crate) fn raw_for_test(&self) -> &crate::ibv::Device {
+        match &self.backend {
+            backend::Device::Ibv(device) => device,
+        }
+    }
+
     /// Name of the device, such as `mlx5_0`.
     pub fn name(&self) -> &str {
         &self.name

@@ -92,3 +92,89 @@ fn completion(raw: &ffi::ibv_wc) -> Completion {
         qp_num: raw.qp_num,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    thread_local! {
+        static CALLS: Cell<usize> = const { Cell::new(0) };
+        /// Completions that the provider has left, or what it returns instead.
+        static LEFT: Cell<c_int> = const { Cell::new(0) };
+    }
+
+    /// Gives completions numbered down to 1, each of a status and opcode that nobody knows.
+    unsafe extern "C" fn poll_cq(
+        _: *mut ffi::ibv_cq,
+        room: c_int,
+        place: *mut ffi::ibv_wc,
+    ) -> c_int {
+        CALLS.set(CALLS.get() + 1);
+        let left = LEFT.get();
+        if left < 0 {
+            return left;
+        }
+        let count = left.min(room);
+        for index in 0..count {
+            // SAFETY: there is room for `room`.
+            unsafe {
+                let raw = &mut *place.add(index as usize);
+                raw.wr_id = (left - index) as u64;
+                raw.status = 99;
+                raw.opcode = 200;
+            }
+        }
+        LEFT.set(left - count);
+        count
+    }
+
+    fn poll(left: c_int, room: usize) -> (BackendResult<usize>, Vec<Completion>) {
+        CALLS.set(0);
+        LEFT.set(left);
+        let queue = CompletionQueue {
+            raw: NonNull::dangling(),
+            poll: poll_cq,
+        };
+        let mut completions = vec![Completion::EMPTY; room];
+        (queue.poll(&mut completions), completions)
+    }
+
+    #[test]
+    fn numbers_that_nobody_knows_are_values() {
+        let (count, completions) = poll(1, 4);
+        assert_eq!(count, Ok(1));
+        assert_eq!(completions[0].status, WcStatus::Other(99));
+        assert_eq!(completions[0].opcode, WcOpcode::Other(200));
+        // What the provider left alone reads as zero.
+        assert_eq!((completions[0].vendor_err, completions[0].qp_num), (0, 0));
+    }
+
+    #[test]
+    fn as_many_are_taken_as_fit_in_as_few_calls() {
+        for (left, room, taken, calls) in [
+            (0, 0, 0, 0),
+            (0, 5, 0, 1),
+            (5, 5, 5, 1),
+            (16, 16, 16, 1),
+            (17, 40, 17, 2),
+            (100, 40, 40, 3),
+        ] {
+            let (count, completions) = poll(left, room);
+            assert_eq!(count, Ok(taken), "{left} in {room}");
+            assert_eq!(CALLS.get(), calls, "{left} in {room}");
+            assert_eq!(LEFT.get() as usize, left as usize - taken);
+            for (index, completion) in completions[..taken].iter().enumerate() {
+                assert_eq!(completion.wr_id, (left as usize - index) as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn a_broken_queue_is_an_error() {
+        assert_eq!(poll(-libc::EIO, 4).0, Err(Errno(libc::EIO)));
+        ffi::clear_errno();
+        assert_eq!(poll(-1, 4).0, Err(Errno(libc::EIO)));
+    }
+}

@@ -260,3 +260,67 @@ fn interface_name(index: u32) -> String {
     let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
     String::from_utf8_lossy(name).into_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_slots_have_no_row_and_unknown_types_stay_unknown() {
+        // SAFETY: all zero is a value of every field.
+        let mut raw: ffi::ibv_gid_entry = unsafe { std::mem::zeroed() };
+        assert_eq!(gid_entry(&raw), None);
+        raw.gid = ffi::ibv_gid { raw: [1; 16] };
+        raw.gid_index = 3;
+        raw.gid_type = 9;
+        let entry = gid_entry(&raw).expect("a row");
+        assert_eq!((entry.index, entry.gid), (3, Gid([1; 16])));
+        assert_eq!(entry.gid_type, GidType::Other(9));
+        assert_eq!(entry.netdev, None);
+        raw.ndev_ifindex = 1;
+        let netdev = gid_entry(&raw)
+            .and_then(|entry| entry.netdev)
+            .expect("an interface");
+        assert_eq!(netdev.name, "lo");
+        raw.ndev_ifindex = u32::MAX;
+        let netdev = gid_entry(&raw)
+            .and_then(|entry| entry.netdev)
+            .expect("an interface");
+        assert_eq!((netdev.index, netdev.name.as_str()), (u32::MAX, ""));
+    }
+
+    #[test]
+    fn ports_that_the_verbs_cannot_name_are_refused() {
+        assert_eq!(port_number(1), Ok(1));
+        assert_eq!(port_number(255), Ok(255));
+        for port in [0, 256, 257, u32::MAX] {
+            assert_eq!(port_number(port), Err(Errno(libc::EINVAL)));
+        }
+    }
+
+    /// On the devices of `RERAIL_VERBS_TEST_DEVICES`, as in `tests/soft_roce.rs`.
+    #[test]
+    fn rows_read_one_by_one_are_the_table() {
+        let Ok(names) = std::env::var("RERAIL_VERBS_TEST_DEVICES") else {
+            println!("left out: no devices are named");
+            return;
+        };
+        let devices = crate::ibv::devices().expect("the list");
+        let name = names.split(',').next().unwrap_or_default();
+        let device = devices.find(name).expect("the device").raw_for_test();
+        let context = device.open().expect("it opens");
+        let whole = context.whole_gid_table().expect("the table");
+        let length = limit(context.raw_port_attr(1).expect("the port").gid_tbl_len);
+        let single = context.gid_rows_one_by_one(1, length).expect("the rows");
+        let rows = |rows: &[ffi::ibv_gid_entry]| -> Vec<GidEntry> {
+            rows.iter().filter_map(gid_entry).collect()
+        };
+        assert!(!whole.is_empty());
+        assert_eq!(rows(&whole), rows(&single));
+        // A buffer that cannot hold the rows of all ports is refused or cut, never overrun.
+        // SAFETY: the context is open.
+        let small = unsafe { ffi::query_gid_table(context.raw.as_ptr(), 1) };
+        assert!(small.is_err() || small.is_ok_and(|rows| rows.len() <= 1));
+        context.destroy().expect("it closes");
+    }
+}

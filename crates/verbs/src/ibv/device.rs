@@ -132,3 +132,23 @@ impl Drop for RawList {
         unsafe { ffi::ibv_free_device_list(self.head.as_ptr()) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_rdma_in_the_kernel_the_list_is_empty_and_says_why() {
+        let list = no_list(Errno(libc::ENOSYS)).expect("not an error");
+        assert!(list.devices().is_empty());
+        assert!(list.to_string().contains("no RDMA support"), "{list}");
+        assert!(no_list(Errno(libc::ENOMEM)).is_err());
+    }
+
+    #[test]
+    fn the_list_of_this_machine_can_be_had() {
+        let list = devices().expect("not an error, whatever the machine has");
+        assert_eq!(list.devices().is_empty(), list.reason().is_some());
+        assert!(list.find("no such device").is_none());
+    }
+}

@@ -338,3 +338,6 @@ fn from_raw_capacity(cap: &ffi::ibv_qp_cap) -> QpCapacity {
         inline_bytes_max: cap.max_inline_data,
     }
 }
+
+#[cfg(test)]
+mod tests;
