@@ -55,6 +55,7 @@ pub mod backoff;
 pub mod fence;
 pub mod ids;
 pub mod observer;
+pub mod progress;
 pub mod rail;
 pub mod record;
 mod time;
