@@ -5,27 +5,28 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use crate::process;
 
-/// Name of test targets that need the guest: `tests/guest.rs` of any crate, with `test = false` in
-/// its manifest so that plain `cargo test` leaves it alone.
-const GUEST_TEST: &str = "guest";
+/// Name of the test targets that need devices: `tests/soft_roce.rs` of any crate. Without devices
+/// they leave themselves out; in the guest they must not.
+const DEVICE_TEST: &str = "soft_roce";
 
-/// What cargo built: programs by name, and guest tests by crate.
+/// What cargo built: programs by name, and device tests by crate.
 pub(crate) struct Artifacts {
     programs: BTreeMap<String, PathBuf>,
-    guest_tests: Vec<(String, PathBuf)>,
+    device_tests: Vec<(String, PathBuf)>,
 }
 
 impl Artifacts {
     /// Builds the workspace's programs and tests in the dev profile.
     pub(crate) fn build() -> Result<Self> {
-        let mut command = build_command()?;
+        let mut command = process::cargo();
+        command.args(["build", "--locked", "--workspace", "--bins", "--tests"]);
         let shown = process::shown(&command);
         let output = command
             .arg("--message-format=json-render-diagnostics")
@@ -42,7 +43,7 @@ impl Artifacts {
     fn parse(messages: &str) -> Result<Self> {
         let mut artifacts = Self {
             programs: BTreeMap::new(),
-            guest_tests: Vec::new(),
+            device_tests: Vec::new(),
         };
         for line in messages.lines().filter(|line| line.starts_with('{')) {
             let message: Value = serde_json::from_str(line).context("cargo's messages")?;
@@ -53,13 +54,13 @@ impl Artifacts {
             let test = message["profile"]["test"].as_bool().unwrap_or_default();
             if !test {
                 artifacts.programs.insert(name.to_owned(), path.into());
-            } else if name == GUEST_TEST {
+            } else if name == DEVICE_TEST {
                 artifacts
-                    .guest_tests
+                    .device_tests
                     .push((crate_name(&message), path.into()));
             }
         }
-        artifacts.guest_tests.sort();
+        artifacts.device_tests.sort();
         Ok(artifacts)
     }
 
@@ -70,39 +71,10 @@ impl Artifacts {
             .with_context(|| format!("the workspace has no program `{name}`"))
     }
 
-    /// Test executables that need the guest, with their crates' names.
-    pub(crate) fn guest_tests(&self) -> &[(String, PathBuf)] {
-        &self.guest_tests
+    /// Test executables that need devices, with their crates' names.
+    pub(crate) fn device_tests(&self) -> &[(String, PathBuf)] {
+        &self.device_tests
     }
-}
-
-/// `cargo build` for the one selection.
-fn build_command() -> Result<Command> {
-    let mut command = process::cargo();
-    command.args(["build", "--locked", "--workspace", "--bins", "--tests"]);
-    if has_guest_tests()? {
-        command.args(["--test", GUEST_TEST]);
-    }
-    Ok(command)
-}
-
-/// Whether any crate has guest tests: cargo takes asking for a target that is nowhere as an error.
-fn has_guest_tests() -> Result<bool> {
-    let metadata = process::output(process::cargo().args([
-        "metadata",
-        "--format-version=1",
-        "--no-deps",
-        "--locked",
-    ]))?;
-    let metadata: Value = serde_json::from_str(&metadata).context("cargo metadata's output")?;
-    let packages = metadata["packages"]
-        .as_array()
-        .map_or(&[][..], Vec::as_slice);
-    let mut targets = packages
-        .iter()
-        .filter_map(|package| package["targets"].as_array())
-        .flatten();
-    Ok(targets.any(|target| target["name"] == GUEST_TEST && target["kind"][0] == "test"))
 }
 
 /// The package's name out of cargo's id: `path+file:///…/crates/verbs#rerail-verbs@0.1.0`, or
@@ -123,7 +95,7 @@ mod tests {
     use super::Artifacts;
 
     #[test]
-    fn programs_and_guest_tests_are_found_in_what_cargo_prints() {
+    fn programs_and_device_tests_are_found_in_what_cargo_prints() {
         let line = |package: &str, target: &str, test: bool, path: Option<&str>| {
             json!({
                 "reason": "compiler-artifact",
@@ -149,9 +121,9 @@ mod tests {
             ),
             line(
                 "crates/verbs#rerail-verbs@0.1.0",
-                "guest",
+                "soft_roce",
                 true,
-                Some("/t/deps/guest-1"),
+                Some("/t/deps/soft_roce-1"),
             ),
             line("xtask#0.1.0", "xtask", false, Some("/t/xtask")),
             line(
@@ -167,7 +139,7 @@ mod tests {
             Some("/t/rerail")
         );
         assert!(artifacts.program("rerail_verbs").is_err());
-        assert_eq!(artifacts.guest_tests().len(), 1);
-        assert_eq!(artifacts.guest_tests()[0].0, "rerail-verbs");
+        assert_eq!(artifacts.device_tests().len(), 1);
+        assert_eq!(artifacts.device_tests()[0].0, "rerail-verbs");
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! All of them run in one boot, one after the other, each in a process of its own, on a rig that is
 //! put back in order in between. To add one, write `scenarios/NAME.rs` with a `SCENARIO`, and add
-//! `NAME` to the list in `scenarios/mod.rs`. Tests of the verbs crate that need devices are its own
-//! (`crates/verbs/tests/guest.rs`) and run here too.
+//! `NAME` to the list in `scenarios/mod.rs`. Tests of one crate that need devices are its own
+//! (`crates/verbs/tests/soft_roce.rs`) and run here too.
 
 pub mod rig;
 pub mod runner;

@@ -1,9 +1,9 @@
 //! Runs scenarios one after the other and says how each ended.
 //!
 //! Each runs in a process group of its own: a crash or a hang of one is only its own failure, and
-//! nothing it started lives on beside the next. Tests of other crates that need the rig come in as
-//! test executables (`RERAIL_GUEST_TESTS`, entries `CRATE=PATH` separated by colons), each of their
-//! tests as one scenario.
+//! nothing it started lives on beside the next. Tests of other crates that need devices come in as
+//! test executables (`RERAIL_DEVICE_TESTS`: entries `CRATE=PATH`, separated by colons), each of
+//! their tests as one scenario.
 
 use std::fs::File;
 use std::os::unix::process::CommandExt;
@@ -119,11 +119,11 @@ fn jobs() -> Result<Vec<Job>> {
             arguments: vec!["--run".to_owned(), scenario.name.to_owned()],
         })
         .collect();
-    let foreign = std::env::var("RERAIL_GUEST_TESTS").unwrap_or_default();
+    let foreign = std::env::var("RERAIL_DEVICE_TESTS").unwrap_or_default();
     for entry in foreign.split(':').filter(|entry| !entry.is_empty()) {
         let (crate_name, path) = entry
             .split_once('=')
-            .with_context(|| format!("RERAIL_GUEST_TESTS: `{entry}` is not CRATE=PATH"))?;
+            .with_context(|| format!("RERAIL_DEVICE_TESTS: `{entry}` is not CRATE=PATH"))?;
         let mut command = Command::new(path);
         command.args(["--list", "--format", "terse"]);
         for line in stdout_within(command, LISTED_WITHIN)?.lines() {
@@ -139,6 +139,11 @@ fn jobs() -> Result<Vec<Job>> {
         }
     }
     Ok(jobs)
+}
+
+/// Whether a log says that its test left something out, as tests do where there are no devices.
+fn left_out(log: &Path) -> Result<bool> {
+    Ok(String::from_utf8_lossy(&std::fs::read(log)?).contains("left out: "))
 }
 
 impl Job {
@@ -171,6 +176,9 @@ impl Job {
             .status();
         child.wait()?;
         match status {
+            Some(status) if status.success() && left_out(log)? => {
+                bail!("it left something out, though everything it needs is here")
+            }
             None => bail!("not done after {} s", self.limit.as_secs()),
             Some(status) if status.success() => Ok(()),
             Some(status) => bail!("{status}"),

@@ -42,7 +42,7 @@ pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
     command.extend(args.parts.iter().map(OsString::from));
     // `CRATE=PATH`, separated by colons, as the scenarios' runner reads it.
     let mut tests = OsString::new();
-    for (crate_name, path) in artifacts.guest_tests() {
+    for (crate_name, path) in artifacts.device_tests() {
         tests.push(format!("{crate_name}="));
         tests.push(path);
         tests.push(":");
@@ -52,7 +52,13 @@ pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
         command,
         env: vec![
             ("RERAIL_BIN".to_owned(), artifacts.program("rerail")?.into()),
-            ("RERAIL_GUEST_TESTS".to_owned(), tests),
+            ("RERAIL_DEVICE_TESTS".to_owned(), tests),
+            // For those tests: two devices that reach each other, and leave to break their links.
+            (
+                "RERAIL_VERBS_TEST_DEVICES".to_owned(),
+                "rxe_a1,rxe_a0".into(),
+            ),
+            ("RERAIL_VERBS_TEST_FAULTS".to_owned(), "1".into()),
         ],
         cwd: workspace::root(),
         timeout: Duration::from_secs(limit_s),
