@@ -6,6 +6,7 @@
 
 mod artifacts;
 mod ci;
+mod demo;
 mod guest;
 mod process;
 mod setup;
@@ -30,6 +31,8 @@ enum Task {
     Setup,
     /// Run a command in the soft-RoCE guest: four RDMA devices on two emulated hosts.
     Vm(guest::VmArgs),
+    /// Move and verify data between processes on this machine. Needs nothing but Rust.
+    Demo(demo::DemoArgs),
     /// Run the scenarios that need real verbs devices, in one boot of the guest.
     Guest(guest::ScenarioArgs),
     /// Run everything that must pass before a change lands.
@@ -46,6 +49,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().task {
         Task::Setup => setup::run().map(|()| ExitCode::SUCCESS),
         Task::Vm(args) => guest::vm(&args),
+        Task::Demo(args) => demo::run(&args),
         Task::Guest(args) => guest::scenarios(&args).map(|()| ExitCode::SUCCESS),
         Task::Ci { full } => ci::run(full).map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),

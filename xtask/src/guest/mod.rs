@@ -21,14 +21,9 @@ use anyhow::Result;
 
 pub(crate) use scenarios::{ScenarioArgs, scenarios};
 pub(crate) use self_check::self_check;
-use session::{Ending, Session};
+pub(crate) use session::Session;
 
 use crate::{setup, workspace};
-
-/// Exit status of `vm` when the command was ended at its limit, as with timeout(1).
-const EXIT_TIMED_OUT: u8 = 124;
-/// Exit status of `vm` when the guest itself failed and the command's status is not known.
-const EXIT_GUEST_FAILED: u8 = 125;
 
 /// Arguments of `cargo xtask vm`.
 #[derive(clap::Args)]
@@ -87,9 +82,5 @@ pub(crate) fn vm(args: &VmArgs) -> Result<ExitCode> {
     if let Some(message) = ending.problem(args.timeout) {
         eprintln!("xtask vm: {message}");
     }
-    Ok(ExitCode::from(match ending {
-        Ending::Exited(status) => status,
-        Ending::TimedOut => EXIT_TIMED_OUT,
-        Ending::GuestFailed { .. } => EXIT_GUEST_FAILED,
-    }))
+    Ok(ending.exit_code())
 }

@@ -10,7 +10,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -29,6 +29,10 @@ const OUTER_LIMIT_AFTER: Duration = Duration::from_secs(30);
 const TICK: Duration = Duration::from_millis(25);
 /// How much of the console is shown when the guest fails.
 const CONSOLE_LINES_SHOWN: usize = 40;
+/// Exit status of `vm` when the command was ended at its limit, as with timeout(1).
+const EXIT_TIMED_OUT: u8 = 124;
+/// Exit status of `vm` when the guest itself failed and the command's status is not known.
+const EXIT_GUEST_FAILED: u8 = 125;
 /// Variables that the command inherits, by name and by prefix.
 const INHERITED: &[&str] = &[
     "PATH",
@@ -78,6 +82,15 @@ pub(crate) enum Ending {
 }
 
 impl Ending {
+    /// The status to exit with: the command's, or one that tells what happened in its place.
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            Self::Exited(status) => *status,
+            Self::TimedOut => EXIT_TIMED_OUT,
+            Self::GuestFailed { .. } => EXIT_GUEST_FAILED,
+        })
+    }
+
     /// What went wrong beside the command itself; `limit_s` is the one that it was given.
     pub(crate) fn problem(&self, limit_s: u64) -> Option<String> {
         match self {

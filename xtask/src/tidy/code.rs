@@ -33,8 +33,10 @@ pub(super) fn check(file: &Path, text: &str) -> Vec<Breach> {
             format!("{lines} lines; at most {LINES_MAX}: split it by type or by subject"),
         );
     }
-    // A file of tests is explained by the module that it tests.
-    if !has_head(text) && !file.ends_with("tests.rs") {
+    // A file of tests is explained by the module that it tests, a snippet that must not compile by
+    // the test that tries it.
+    let explained = file.ends_with("tests.rs") || file.iter().any(|part| part == "compile_fail");
+    if !has_head(text) && !explained {
         breach(
             None,
             "starts with no `//!` that says what it is and what is not in it".to_owned(),
