@@ -109,8 +109,8 @@ impl Transfer {
         self.cursor.load(Ordering::Acquire) < self.spec.length || !self.returned.is_empty()
     }
 
-    /// The next slice to post. The caller owns it and must end it: with [`complete`](Self::complete)
-    /// or [`give_back`](Self::give_back).
+    /// The next slice to post. The caller owns it and must end it, with
+    /// [`complete`](Self::complete) or [`give_back`](Self::give_back).
     pub fn claim(&self) -> Option<Slice> {
         if !self.returned.is_empty() {
             if let Some(slice) = self.returned.pop() {
