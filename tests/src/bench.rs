@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
-use crate::child::{self, Server};
+use crate::child::{self, Job, Server};
 
 /// How long a target may take until it is ready. The guest emulates its processors.
 const READY_WITHIN: Duration = Duration::from_secs(30);
@@ -196,6 +196,14 @@ impl Load {
     /// # Errors
     /// If it exits other than 0 or prints anything but one JSON object.
     pub fn run(&self, side: &Side, segment: &str, limit: Duration) -> Result<Report> {
+        self.start(side, segment, limit)?.report()
+    }
+
+    /// Starts it and lets the caller make faults meanwhile.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(&self, side: &Side, segment: &str, limit: Duration) -> Result<Running> {
         let mut command = side.command("initiator")?;
         command
             .args([
@@ -221,8 +229,27 @@ impl Load {
         if self.verify {
             command.arg("--verify");
         }
-        let shown = format!("{command:?}");
-        Report::parse(&child::stdout_within(command, limit)?).with_context(|| shown)
+        Ok(Running {
+            job: Job::start(command)?,
+            limit,
+        })
+    }
+}
+
+/// An initiator at work.
+pub struct Running {
+    job: Job,
+    limit: Duration,
+}
+
+impl Running {
+    /// Waits for its end and returns its report.
+    ///
+    /// # Errors
+    /// As [`Load::run`].
+    pub fn report(self) -> Result<Report> {
+        let shown = self.job.shown().to_owned();
+        Report::parse(&self.job.stdout_within(self.limit)?).with_context(|| shown)
     }
 }
 

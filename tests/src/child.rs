@@ -1,8 +1,9 @@
 //! Child processes of tests: bounded in time, ended with the value that holds them.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -39,53 +40,8 @@ pub fn rerail() -> Result<Command> {
 /// # Errors
 /// If it cannot be started or did not end in time; the message holds its output. Its exit status is
 /// for the caller to judge.
-pub fn output_within(mut command: Command, limit: Duration) -> Result<Output> {
-    let shown = format!("{command:?}");
-    let child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("cannot start {shown}"))?;
-    let mut child = Bound(child);
-    // Read on threads of their own, lest a full pipe holds the child up.
-    let mut readers = Vec::new();
-    let stdout: Option<Box<dyn std::io::Read + Send>> =
-        child.0.stdout.take().map(|stream| Box::new(stream) as _);
-    let stderr: Option<Box<dyn std::io::Read + Send>> =
-        child.0.stderr.take().map(|stream| Box::new(stream) as _);
-    for stream in [stdout, stderr] {
-        let mut stream = stream.context("a pipe is missing")?;
-        readers.push(std::thread::spawn(move || {
-            let mut bytes = Vec::new();
-            // What could be read until an error is still worth showing.
-            let _ = stream.read_to_end(&mut bytes);
-            bytes
-        }));
-    }
-    let status = child.wait_within(limit)?;
-    if status.is_none() {
-        child.0.kill()?;
-        child.0.wait()?;
-    }
-    let mut streams = readers
-        .into_iter()
-        .map(|reader| reader.join().unwrap_or_default());
-    let stdout = streams.next().unwrap_or_default();
-    let stderr = streams.next().unwrap_or_default();
-    match status {
-        Some(status) => Ok(Output {
-            status,
-            stdout,
-            stderr,
-        }),
-        None => bail!(
-            "{shown} did not end within {} s\nstdout: {}\nstderr: {}",
-            limit.as_secs(),
-            String::from_utf8_lossy(&stdout),
-            String::from_utf8_lossy(&stderr)
-        ),
-    }
+pub fn output_within(command: Command, limit: Duration) -> Result<Output> {
+    Job::start(command)?.output_within(limit)
 }
 
 /// Like [`output_within`], and an error unless the child exits 0. Returns its stdout.
@@ -93,16 +49,105 @@ pub fn output_within(mut command: Command, limit: Duration) -> Result<Output> {
 /// # Errors
 /// With the child's stderr, if it fails.
 pub fn stdout_within(command: Command, limit: Duration) -> Result<String> {
-    let shown = format!("{command:?}");
-    let output = output_within(command, limit)?;
-    if !output.status.success() {
-        bail!(
-            "{shown}: {}\n{}",
-            output.status,
-            String::from_utf8_lossy(&output.stderr)
-        );
+    Job::start(command)?.stdout_within(limit)
+}
+
+/// A child that works on while its output is gathered; killed with this value.
+pub struct Job {
+    child: Bound,
+    shown: String,
+    stdout: JoinHandle<Vec<u8>>,
+    stderr: JoinHandle<Vec<u8>>,
+}
+
+impl Job {
+    /// Starts `command`.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(mut command: Command) -> Result<Self> {
+        let shown = format!("{command:?}");
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start {shown}"))?;
+        let mut child = Bound(child);
+        let stdout = child.0.stdout.take().context("the child has no stdout")?;
+        let stderr = child.0.stderr.take().context("the child has no stderr")?;
+        Ok(Self {
+            child,
+            shown,
+            stdout: gather(stdout),
+            stderr: gather(stderr),
+        })
     }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+
+    /// Its command line, for messages.
+    #[must_use]
+    pub fn shown(&self) -> &str {
+        &self.shown
+    }
+
+    /// Its process id, for signals.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.0.id()
+    }
+
+    /// Waits for its end, or kills it after `limit`.
+    ///
+    /// # Errors
+    /// As [`output_within`].
+    pub fn output_within(mut self, limit: Duration) -> Result<Output> {
+        let status = self.child.wait_within(limit)?;
+        if status.is_none() {
+            self.child.0.kill()?;
+            self.child.0.wait()?;
+        }
+        let stdout = self.stdout.join().unwrap_or_default();
+        let stderr = self.stderr.join().unwrap_or_default();
+        match status {
+            Some(status) => Ok(Output {
+                status,
+                stdout,
+                stderr,
+            }),
+            None => bail!(
+                "{} did not end within {} s\nstdout: {}\nstderr: {}",
+                self.shown,
+                limit.as_secs(),
+                String::from_utf8_lossy(&stdout),
+                String::from_utf8_lossy(&stderr)
+            ),
+        }
+    }
+
+    /// Like [`Job::output_within`], and an error unless it exits 0. Returns its stdout.
+    ///
+    /// # Errors
+    /// With what it printed, if it fails.
+    pub fn stdout_within(self, limit: Duration) -> Result<String> {
+        let shown = self.shown.clone();
+        let output = self.output_within(limit)?;
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        if !output.status.success() {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            bail!("{shown}: {}\n{stderr}{stdout}", output.status);
+        }
+        Ok(stdout.into_owned())
+    }
+}
+
+/// Reads a stream to its end on a thread of its own, lest a full pipe holds the child up.
+fn gather(mut stream: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // What could be read until an error is still worth showing.
+        let _ = stream.read_to_end(&mut bytes);
+        bytes
+    })
 }
 
 /// A server: started, waited for until it says that it is ready, ended with this value.
