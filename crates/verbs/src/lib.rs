@@ -37,3 +37,24 @@ pub use memory_region::MemoryRegion;
 pub use protection_domain::{ProtectionDomain, QpInit};
 pub use queue_pair::QueuePair;
 pub use types::*;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_may_be_shared_between_threads() {
+        fn shared<T: Send + Sync + 'static>() {}
+        shared::<Device>();
+        shared::<DeviceList>();
+        shared::<Context>();
+        shared::<ControlThread>();
+        shared::<ProtectionDomain>();
+        shared::<MemoryRegion>();
+        shared::<CompletionQueue>();
+        shared::<QueuePair>();
+        shared::<HostMemory>();
+        shared::<VerbsError>();
+        shared::<PostError>();
+    }
+}

@@ -6,15 +6,44 @@
 //! devices are shared.
 #![cfg(feature = "ibv")]
 
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::Duration;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
-use rerail_verbs::conformance::{BODIES, Fabric, Side};
-use rerail_verbs::{Context, Gid, VerbsError, ibv};
+use rerail_verbs::conformance::{BODIES, Fabric, Link, Side};
+use rerail_verbs::{Completion, Context, Gid, VerbsError, WcStatus, WorkRequest, ibv};
 
 const DEVICES: &str = "RERAIL_VERBS_TEST_DEVICES";
 const FAULTS: &str = "RERAIL_VERBS_TEST_FAULTS";
+
+thread_local! {
+    /// Allocations of this thread.
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The system's allocator, counting.
+struct Counting;
+
+// SAFETY: everything is passed on to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // A thread that is ending has no counter any more.
+        let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller keeps the contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, place: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps the contract.
+        unsafe { System.dealloc(place, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
 
 /// Two devices of this machine.
 struct RealFabric {
@@ -227,4 +256,104 @@ fn a_forked_child_is_refused_everything() {
     drop((queue, context));
     assert!(control.wait_closed(Duration::from_secs(30)));
     assert_eq!(control.failed_destructions(), 0);
+}
+
+#[test]
+fn posting_and_polling_allocate_nothing() {
+    let Some(fabric) = RealFabric::from_env() else {
+        return;
+    };
+    let link = Link::connect(&fabric);
+    let batch: Vec<_> = (0..40).map(|id| link.write(id, 0, 0, 64)).collect();
+    let mut completions = [Completion::EMPTY; 40];
+    let mut drained = 0;
+    let before = ALLOCATIONS.get();
+    link.initiator().post(&batch).expect("posted");
+    let begin = Instant::now();
+    while drained < batch.len() && begin.elapsed() < Duration::from_secs(60) {
+        drained += link.queue().poll(&mut completions).expect("polled");
+    }
+    let refused = link.initiator().post(&[batch[0]; 4]).is_err();
+    assert_eq!(ALLOCATIONS.get() - before, 0);
+    assert_eq!((drained, refused), (batch.len(), false));
+}
+
+#[test]
+fn dropping_never_waits_for_a_hanging_verb() {
+    let Some(fabric) = RealFabric::from_env() else {
+        return;
+    };
+    let link = Link::connect(&fabric);
+    let control = link.initiator().pd().context().control().clone();
+    let (release, hang) = mpsc::channel::<()>();
+    let hanging = control
+        .submit(move || hang.recv().is_ok())
+        .expect("there is room");
+    let begin = Instant::now();
+    drop(link);
+    assert!(
+        begin.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        begin.elapsed()
+    );
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!control.is_closed());
+    // Pair, region, queue, domain, context.
+    assert_eq!(control.waiting(), 5);
+    assert!(control.stuck_for().is_some());
+    release.send(()).expect("the job waits");
+    assert!(
+        hanging
+            .wait_timeout(Duration::from_secs(10))
+            .expect("an answer")
+    );
+    assert!(control.wait_closed(Duration::from_secs(30)));
+    assert_eq!(control.failed_destructions(), 0);
+}
+
+#[test]
+fn threads_may_share_a_pair_and_a_queue() {
+    const THREADS: u64 = 4;
+    const ROUNDS: u64 = 50;
+    let Some(fabric) = RealFabric::from_env() else {
+        return;
+    };
+    let link = Link::connect(&fabric);
+    let count_max = THREADS * ROUNDS;
+    let seen = std::sync::Mutex::new(std::collections::BTreeSet::new());
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (link, seen) = (&link, &seen);
+            scope.spawn(move || {
+                let begin = Instant::now();
+                let mut completions = [Completion::EMPTY; 3];
+                for round in 0..ROUNDS {
+                    let id = thread * ROUNDS + round;
+                    let request: WorkRequest = link.write(id, 64 * id as usize, 0, 64);
+                    while link.initiator().post(&[request]).is_err() {
+                        assert!(begin.elapsed() < Duration::from_secs(60));
+                        std::thread::yield_now();
+                    }
+                    let count = link.queue().poll(&mut completions).expect("polled");
+                    let mut seen = seen.lock().expect("not poisoned");
+                    for completion in &completions[..count] {
+                        assert_eq!(completion.status, WcStatus::Success);
+                        assert!(seen.insert(completion.wr_id), "twice: {completion:?}");
+                    }
+                }
+            });
+        }
+    });
+    let mut seen = seen.into_inner().expect("not poisoned");
+    let begin = Instant::now();
+    while (seen.len() as u64) < count_max && begin.elapsed() < Duration::from_secs(60) {
+        let mut completions = [Completion::EMPTY; 16];
+        let count = link.queue().poll(&mut completions).expect("polled");
+        seen.extend(
+            completions[..count]
+                .iter()
+                .map(|completion| completion.wr_id),
+        );
+    }
+    assert_eq!(seen.len() as u64, count_max);
 }

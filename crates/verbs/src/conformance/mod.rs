@@ -13,7 +13,7 @@ use std::time::Duration;
 use crate::{
     AccessFlags, Completion, CompletionQueue, Context, ControlThread, Gid, GidEntry, GidType,
     HostMemory, InitAttr, MemoryRegion, PathAttr, ProtectionDomain, QpCapacity, QpInit, QueuePair,
-    RemoteAddress, RtrAttr, RtsAttr, Sge,
+    RemoteAddress, RtrAttr, RtsAttr, Sge, WorkRequest,
 };
 
 /// One of the two ports.
@@ -144,6 +144,46 @@ pub const BODIES: &[(&str, Body)] = &[
     ),
 ];
 
+/// Two connected pairs with memory, for tests that go beyond [`BODIES`].
+#[derive(Debug)]
+pub struct Link {
+    initiator: Endpoint,
+    target: Endpoint,
+}
+
+impl Link {
+    /// Opens both devices and connects a pair of queue pairs over them.
+    pub fn connect(fabric: &dyn Fabric) -> Self {
+        let (initiator, target) = connected(fabric);
+        Self { initiator, target }
+    }
+
+    /// The pair that posts. Its queue holds 64 requests.
+    pub fn initiator(&self) -> &QueuePair {
+        &self.initiator.pair
+    }
+
+    /// The pair at the other end.
+    pub fn target(&self) -> &QueuePair {
+        &self.target.pair
+    }
+
+    /// Where the initiator's completions arrive.
+    pub fn queue(&self) -> &CompletionQueue {
+        &self.initiator.queue
+    }
+
+    /// A signalled WRITE of `length` bytes from `from` in the initiator's memory to `to` in the
+    /// target's. Each has 256 KiB.
+    pub fn write(&self, wr_id: u64, from: usize, to: usize, length: usize) -> WorkRequest {
+        WorkRequest::write(
+            wr_id,
+            self.initiator.local(from, length),
+            self.target.remote(to),
+        )
+    }
+}
+
 /// How long a control thread may take for one thing before the test gives up on it.
 const CONTROL_LIMIT: Duration = Duration::from_secs(60);
 
@@ -151,6 +191,7 @@ const CONTROL_LIMIT: Duration = Duration::from_secs(60);
 const MEMORY_BYTES: usize = 256 << 10;
 
 /// All that one side needs, over a context of its own.
+#[derive(Debug)]
 struct Endpoint {
     pair: QueuePair,
     queue: CompletionQueue,
