@@ -286,9 +286,13 @@ fn dropping_never_waits_for_a_hanging_verb() {
     let link = Link::connect(&fabric);
     let control = link.initiator().pd().context().control().clone();
     let (release, hang) = mpsc::channel::<()>();
-    let hanging = control
-        .submit(move || hang.recv().is_ok())
-        .expect("there is room");
+    let (begun, begins) = mpsc::channel::<()>();
+    let job = move || begun.send(()).is_ok() && hang.recv().is_ok();
+    let hanging = control.submit(job).expect("there is room");
+    // Otherwise the destructions would be first.
+    begins
+        .recv_timeout(Duration::from_secs(60))
+        .expect("the job begins");
     let begin = Instant::now();
     drop(link);
     assert!(
