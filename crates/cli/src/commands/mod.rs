@@ -1,0 +1,20 @@
+//! The commands of the program, one file each: `Args`, which clap fills, and
+//! `run(args) -> anyhow::Result<ExitCode>`.
+//!
+//! Commands write to a locked stdout with `writeln!(out, …)?`, never with `println!`, which panics
+//! when the reader has gone. Logs and errors go to stderr. Deliberately not here: any work.
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+/// What the program can do.
+#[derive(Subcommand)]
+pub(crate) enum Command {}
+
+impl Command {
+    /// Runs the command.
+    pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
+        match self {}
+    }
+}
