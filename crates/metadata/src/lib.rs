@@ -3,16 +3,25 @@
 //!
 //! Start at [`connect`] for a store from a URL, and at [`descriptor`] for the documents.
 
+#[cfg(any(feature = "http", feature = "redis", feature = "etcd"))]
+mod backoff;
+pub mod conformance;
 pub mod descriptor;
 mod error;
+#[cfg(feature = "http")]
+mod http;
 mod keys;
 pub mod memory;
 mod options;
 mod secret;
+#[cfg(feature = "server")]
+pub mod server;
 mod store;
 mod url;
 
 pub use error::MetadataError;
+#[cfg(feature = "http")]
+pub use http::HttpStore;
 pub use keys::KeySpace;
 pub use memory::MemoryStore;
 pub use options::{StoreOptions, connect};

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::error::MetadataError;
 use crate::memory::MemoryStore;
+use crate::secret::Secret;
 use crate::store::MetadataStore;
 use crate::url::StoreUrl;
 
@@ -16,6 +17,8 @@ pub struct StoreOptions {
     pub deadline: Duration,
     /// Time between two questions of a watch where the store does not tell of changes.
     pub poll_interval: Duration,
+    /// Bearer token for HTTP.
+    pub token: Option<Secret>,
 }
 
 impl Default for StoreOptions {
@@ -25,6 +28,7 @@ impl Default for StoreOptions {
             // by more than one attempt.
             deadline: Duration::from_secs(3),
             poll_interval: Duration::from_secs(5),
+            token: None,
         }
     }
 }
@@ -42,6 +46,12 @@ pub async fn connect(
 ) -> Result<Arc<dyn MetadataStore>, MetadataError> {
     url.check_built_in()?;
     match url {
+        #[cfg(feature = "http")]
+        StoreUrl::Http { url, user } => Ok(Arc::new(crate::http::HttpStore::new(
+            url,
+            user.clone(),
+            options,
+        )?)),
         StoreUrl::Memory { name } => Ok(Arc::new(MemoryStore::shared(name, options.deadline))),
         _ => Err(MetadataError::Unsupported {
             store: url.to_string(),

@@ -1,0 +1,213 @@
+//! Records on disk, in redb. One thread writes; what is queued together is committed together.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use redb::{Database, ReadableTable, TableDefinition};
+use tokio::sync::{mpsc, oneshot};
+
+use super::table::{Change, Stored, Table};
+use crate::error::MetadataError;
+
+const RECORDS: TableDefinition<'_, &str, (u64, &str, &[u8])> = TableDefinition::new("records");
+const LEASES: TableDefinition<'_, &str, u64> = TableDefinition::new("leases");
+const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
+const REVISION: &str = "revision";
+const FORMAT: &str = "format";
+/// Written into new files; another number is refused.
+const FORMAT_VERSION: u64 = 1;
+/// Name of the file in the data directory.
+const FILE: &str = "metadata.redb";
+/// Most requests that one commit covers.
+const GROUP_MAX: usize = 512;
+/// Most memory for redb's cache of pages. The records are in memory anyway.
+const CACHE_BYTES: usize = 16 << 20;
+
+/// The disk could not write; nothing more is acknowledged until the server is restarted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct DiskFailed;
+
+/// The writing thread's queue. Bounded by the requests in flight: each waits for its own entry.
+#[derive(Debug)]
+pub(super) struct Disk {
+    /// `None` only while dropping.
+    queue: Option<mpsc::UnboundedSender<Entry>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    failed: Arc<AtomicBool>,
+}
+
+impl Drop for Disk {
+    /// Waits for the last commit, so that the file is free once the server is gone.
+    fn drop(&mut self) {
+        self.queue = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    changes: Vec<Change>,
+    written: oneshot::Sender<()>,
+}
+
+/// Completes once the changes are on disk.
+#[derive(Debug)]
+pub(super) struct Written(oneshot::Receiver<()>);
+
+impl Written {
+    pub(super) async fn wait(self) -> Result<(), DiskFailed> {
+        self.0.await.map_err(|_| DiskFailed)
+    }
+}
+
+impl Disk {
+    pub(super) fn open(dir: &Path, table: &mut Table, now: Instant) -> Result<Self, MetadataError> {
+        let cannot = |reason: String| MetadataError::Setting {
+            name: "--data-dir".into(),
+            reason: format!("{}: {reason}", dir.display()),
+        };
+        std::fs::create_dir_all(dir).map_err(|error| cannot(error.to_string()))?;
+        let database = Database::builder()
+            .set_cache_size(CACHE_BYTES)
+            .create(dir.join(FILE))
+            .map_err(|error| cannot(format!("cannot open {FILE}: {error}")))?;
+        load(&database, table, now).map_err(cannot)?;
+
+        let (queue, entries) = mpsc::unbounded_channel();
+        let failed = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&failed);
+        let thread = std::thread::Builder::new()
+            .name("metadata-disk".into())
+            .spawn(move || write_loop(&database, entries, &flag))
+            .map_err(|error| cannot(error.to_string()))?;
+        Ok(Self {
+            queue: Some(queue),
+            thread: Some(thread),
+            failed,
+        })
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    pub(super) fn write(&self, changes: Vec<Change>) -> Written {
+        let (written, done) = oneshot::channel();
+        // If the thread is gone the entry is dropped, and with it `written`: the waiter sees it.
+        if let Some(queue) = &self.queue {
+            let _ = queue.send(Entry { changes, written });
+        }
+        Written(done)
+    }
+}
+
+fn load(database: &Database, table: &mut Table, now: Instant) -> Result<(), String> {
+    let text = |error: &dyn std::fmt::Display| format!("cannot read {FILE}: {error}");
+    // Makes the tables of a new file.
+    let write = database.begin_write().map_err(|error| text(&error))?;
+    {
+        let mut meta = write.open_table(META).map_err(|error| text(&error))?;
+        let format = meta
+            .get(FORMAT)
+            .map_err(|error| text(&error))?
+            .map(|guard| guard.value());
+        match format {
+            Some(FORMAT_VERSION) => {}
+            Some(other) => {
+                return Err(format!(
+                    "{FILE} has format {other}, this program {FORMAT_VERSION}"
+                ));
+            }
+            None => {
+                meta.insert(FORMAT, FORMAT_VERSION)
+                    .map_err(|error| text(&error))?;
+            }
+        }
+        let revision = meta.get(REVISION).map_err(|error| text(&error))?;
+        let revision = revision.map_or(0, |guard| guard.value());
+        let mut leases = Vec::new();
+        let lease_table = write.open_table(LEASES).map_err(|error| text(&error))?;
+        for entry in lease_table.iter().map_err(|error| text(&error))? {
+            let (id, ttl) = entry.map_err(|error| text(&error))?;
+            leases.push((id.value().to_owned(), Duration::from_millis(ttl.value())));
+        }
+        let mut records = Vec::new();
+        let record_table = write.open_table(RECORDS).map_err(|error| text(&error))?;
+        for entry in record_table.iter().map_err(|error| text(&error))? {
+            let (key, stored) = entry.map_err(|error| text(&error))?;
+            let (version, lease, value) = stored.value();
+            let stored = Stored {
+                value: Bytes::copy_from_slice(value),
+                version,
+                lease: (!lease.is_empty()).then(|| lease.to_owned()),
+            };
+            records.push((key.value().to_owned(), stored));
+        }
+        table.restore(leases, records, revision, now);
+    }
+    write.commit().map_err(|error| text(&error))
+}
+
+fn write_loop(
+    database: &Database,
+    mut entries: mpsc::UnboundedReceiver<Entry>,
+    failed: &AtomicBool,
+) {
+    while let Some(first) = entries.blocking_recv() {
+        let mut group = vec![first];
+        while group.len() < GROUP_MAX {
+            let Ok(next) = entries.try_recv() else { break };
+            group.push(next);
+        }
+        if let Err(error) = commit(database, &group) {
+            // What is in memory is ahead of the disk now, so that going on would acknowledge
+            // changes on top of one that is lost.
+            failed.store(true, Ordering::Release);
+            tracing::error!(
+                %error,
+                "cannot write the metadata to disk; refusing all changes until a restart"
+            );
+            return;
+        }
+        for entry in group {
+            // The client may be gone; its change is on disk all the same.
+            let _ = entry.written.send(());
+        }
+    }
+}
+
+fn commit(database: &Database, group: &[Entry]) -> Result<(), Box<dyn std::error::Error>> {
+    // The default durability: the file is synced before the commit returns.
+    let write = database.begin_write()?;
+    {
+        let mut records = write.open_table(RECORDS)?;
+        let mut leases = write.open_table(LEASES)?;
+        let mut meta = write.open_table(META)?;
+        for change in group.iter().flat_map(|entry| &entry.changes) {
+            match change {
+                Change::Put { key, stored } => {
+                    let lease = stored.lease.as_deref().unwrap_or_default();
+                    records.insert(key.as_str(), (stored.version, lease, stored.value.as_ref()))?;
+                    meta.insert(REVISION, stored.version)?;
+                }
+                Change::Delete { key, revision } => {
+                    records.remove(key.as_str())?;
+                    meta.insert(REVISION, *revision)?;
+                }
+                Change::GrantLease { id, ttl } => {
+                    leases.insert(id.as_str(), ttl.as_millis() as u64)?;
+                }
+                Change::EndLease { id } => {
+                    leases.remove(id.as_str())?;
+                }
+            }
+        }
+    }
+    write.commit()?;
+    Ok(())
+}

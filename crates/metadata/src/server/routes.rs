@@ -1,0 +1,431 @@
+//! The HTTP side of the server.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{DefaultBodyLimit, RawQuery, Request, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use percent_encoding::percent_decode_str;
+
+use super::table::{Condition, Refusal, Since};
+use super::{MetadataServer, disk, wire};
+
+/// Marks every answer, so that clients know that versions, lists, leases and watches work.
+const MARK: &str = "rerail-metadata";
+/// Version of the additions to the plain endpoints.
+const MARK_VERSION: HeaderValue = HeaderValue::from_static("1");
+const WATCH_PATH: &str = "/metadata/watch";
+const LEASE: &str = "rerail-lease";
+/// Longest time that a watch is held without an event.
+const WAIT_MAX: Duration = Duration::from_secs(60);
+const WAIT_DEFAULT: Duration = Duration::from_secs(20);
+/// Shortest time to live of a lease: one that a heartbeat can keep.
+const TTL_MIN: Duration = Duration::from_millis(100);
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    reads: AtomicU64,
+    writes: AtomicU64,
+    deletes: AtomicU64,
+    conflicts: AtomicU64,
+    watch_answers: AtomicU64,
+    unauthorized: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+pub(super) fn router(server: MetadataServer) -> Router {
+    let body_max = server.shared.options.limits.value_bytes_max;
+    let guarded = Router::new()
+        .route("/metadata", get(read).put(put).delete(delete))
+        .route(WATCH_PATH, get(watch))
+        .route(
+            "/metadata/lease",
+            axum::routing::post(grant).put(keep_alive).delete(end_lease),
+        )
+        .route("/metrics", get(metrics))
+        .layer(DefaultBodyLimit::max(body_max))
+        .layer(middleware::from_fn_with_state(server.clone(), authorize));
+    Router::new()
+        .route("/health", get(health))
+        .merge(guarded)
+        .layer(middleware::map_response(mark))
+        .with_state(server)
+}
+
+async fn mark(mut response: Response) -> Response {
+    response.headers_mut().insert(MARK, MARK_VERSION);
+    response
+}
+
+async fn authorize(State(server): State<MetadataServer>, request: Request, next: Next) -> Response {
+    if let Some(token) = &server.shared.options.token {
+        let sent = request
+            .headers()
+            .get(header::AUTHORIZATION)
+            .and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+        if !sent.is_some_and(|sent| equal_in_constant_time(sent, token.expose().as_bytes())) {
+            count(&server.shared.counters.unauthorized);
+            let hint = [(header::WWW_AUTHENTICATE, "Bearer")];
+            return (
+                StatusCode::UNAUTHORIZED,
+                hint,
+                "bearer token missing or wrong",
+            )
+                .into_response();
+        }
+    }
+    if request.uri().path() == WATCH_PATH {
+        // Watches wait, and have a bound of their own.
+        return next.run(request).await;
+    }
+    match server.shared.requests.try_acquire() {
+        Ok(_permit) => next.run(request).await,
+        Err(_) => Rejection::Busy("too many requests").into_response(),
+    }
+}
+
+/// Takes the same time wherever the first difference is.
+fn equal_in_constant_time(left: &[u8], right: &[u8]) -> bool {
+    left.len() == right.len()
+        && left
+            .iter()
+            .zip(right)
+            .fold(0, |differs, (left, right)| differs | (left ^ right))
+            == 0
+}
+
+/// The parameters of a query. `+` stands for itself: a key with a bare `+` is that key, and
+/// clients that mean a space write `%20`.
+struct Query(Vec<(String, String)>);
+
+impl Query {
+    fn parse(query: Option<&str>) -> Result<Self, Rejection> {
+        let decode = |text: &str| {
+            percent_decode_str(text)
+                .decode_utf8()
+                .map(String::from)
+                .map_err(|_| bad_request("the query is not UTF-8"))
+        };
+        query
+            .unwrap_or_default()
+            .split('&')
+            .filter(|pair| !pair.is_empty())
+            .map(|pair| {
+                let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+                Ok((decode(name)?, decode(value)?))
+            })
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+
+    fn get(&self, name: &str) -> Option<&str> {
+        self.0
+            .iter()
+            .find(|(given, _)| given == name)
+            .map(|(_, value)| value.as_str())
+    }
+
+    fn key(&self, server: &MetadataServer) -> Result<&str, Rejection> {
+        let limit = server.shared.options.limits.key_bytes_max;
+        match self.get("key") {
+            None | Some("") => Err(bad_request("missing key")),
+            Some(key) if key.len() > limit => {
+                Err(bad_request(&format!("the key is over {limit} bytes")))
+            }
+            Some(key) => Ok(key),
+        }
+    }
+
+    fn number(&self, name: &str) -> Result<Option<u64>, Rejection> {
+        self.get(name)
+            .map(|value| {
+                value
+                    .parse()
+                    .map_err(|_| bad_request(&format!("{name} is not a number")))
+            })
+            .transpose()
+    }
+}
+
+fn bad_request(reason: &str) -> Rejection {
+    Rejection::BadRequest(reason.to_owned())
+}
+
+fn etag(version: u64) -> [(header::HeaderName, String); 1] {
+    [(header::ETAG, format!("\"{version}\""))]
+}
+
+fn json(body: Vec<u8>) -> Response {
+    let kind = [(header::CONTENT_TYPE, "application/json")];
+    (kind, Body::from(body)).into_response()
+}
+
+fn condition(headers: &HeaderMap) -> Result<Condition, Rejection> {
+    let text = |name| {
+        headers
+            .get(name)
+            .map(|value: &HeaderValue| value.to_str().unwrap_or_default().trim().to_owned())
+    };
+    match (text(header::IF_MATCH), text(header::IF_NONE_MATCH)) {
+        (None, None) => Ok(Condition::None),
+        (None, Some(none)) if none == "*" => Ok(Condition::Absent),
+        (Some(version), None) => Ok(version
+            .strip_prefix('"')
+            .and_then(|version| version.strip_suffix('"'))
+            .and_then(|version| version.parse().ok())
+            .map_or(Condition::Never, Condition::Version)),
+        _ => Err(bad_request(
+            "expected If-Match: \"version\" or If-None-Match: *",
+        )),
+    }
+}
+
+/// Why a request ends without success.
+#[derive(Debug)]
+enum Rejection {
+    BadRequest(String),
+    Refused(Refusal),
+    Busy(&'static str),
+    DiskFailed,
+}
+
+impl From<disk::DiskFailed> for Rejection {
+    fn from(_: disk::DiskFailed) -> Self {
+        Self::DiskFailed
+    }
+}
+
+impl IntoResponse for Rejection {
+    fn into_response(self) -> Response {
+        let (status, text) = match self {
+            Self::BadRequest(reason) => (StatusCode::BAD_REQUEST, reason),
+            Self::Busy(reason) => (StatusCode::SERVICE_UNAVAILABLE, reason.to_owned()),
+            Self::DiskFailed => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the disk has failed; see the server's log".to_owned(),
+            ),
+            Self::Refused(Refusal::Conflict(current)) => {
+                let text = "the record is not the expected one";
+                let status = StatusCode::PRECONDITION_FAILED;
+                return match current {
+                    Some(version) => (status, etag(version), text).into_response(),
+                    None => (status, text).into_response(),
+                };
+            }
+            Self::Refused(Refusal::LeaseGone) => (StatusCode::GONE, "the lease is gone".into()),
+            Self::Refused(Refusal::NotFound) => {
+                (StatusCode::NOT_FOUND, "metadata not found".into())
+            }
+            Self::Refused(Refusal::TooLarge { limit }) => (
+                StatusCode::PAYLOAD_TOO_LARGE,
+                format!("the value is over {limit} bytes"),
+            ),
+            Self::Refused(Refusal::Full(what)) => {
+                (StatusCode::INSUFFICIENT_STORAGE, what.to_owned())
+            }
+        };
+        (status, text).into_response()
+    }
+}
+
+fn refuse(server: &MetadataServer, refusal: Refusal) -> Rejection {
+    if matches!(refusal, Refusal::Conflict(_)) {
+        count(&server.shared.counters.conflicts);
+    }
+    Rejection::Refused(refusal)
+}
+
+type Answer = Result<Response, Rejection>;
+
+async fn read(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
+    count(&server.shared.counters.reads);
+    let query = Query::parse(query.as_deref())?;
+    if let Some(prefix) = query.get("prefix") {
+        let table = server.shared.lock();
+        return Ok(json(wire::records(table.revision(), table.list(prefix))));
+    }
+    let key = query.key(&server)?;
+    let stored = server.shared.lock().get(key).cloned();
+    let stored = stored.ok_or_else(|| refuse(&server, Refusal::NotFound))?;
+    Ok((etag(stored.version), stored.value).into_response())
+}
+
+async fn put(
+    State(server): State<MetadataServer>,
+    RawQuery(query): RawQuery,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Answer {
+    count(&server.shared.counters.writes);
+    let query = Query::parse(query.as_deref())?;
+    let key = query.key(&server)?;
+    let condition = condition(&headers)?;
+    let lease = headers
+        .get(LEASE)
+        .map(|lease| {
+            lease
+                .to_str()
+                .map_err(|_| bad_request("the lease is not text"))
+        })
+        .transpose()?;
+    let outcome = server
+        .shared
+        .change(|table, now| {
+            table.expire(now);
+            table.put(key, body, condition, lease)
+        })
+        .await?;
+    let version = outcome.map_err(|refusal| refuse(&server, refusal))?;
+    Ok((etag(version), "metadata updated").into_response())
+}
+
+async fn delete(
+    State(server): State<MetadataServer>,
+    RawQuery(query): RawQuery,
+    headers: HeaderMap,
+) -> Answer {
+    count(&server.shared.counters.deletes);
+    let query = Query::parse(query.as_deref())?;
+    let key = query.key(&server)?;
+    let condition = condition(&headers)?;
+    let outcome = server
+        .shared
+        .change(|table, _| table.delete(key, condition))
+        .await?;
+    outcome.map_err(|refusal| refuse(&server, refusal))?;
+    Ok("metadata deleted".into_response())
+}
+
+async fn watch(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
+    let query = Query::parse(query.as_deref())?;
+    let prefix = query.get("prefix").unwrap_or_default();
+    let after = query.number("after")?;
+    let wait = query
+        .number("wait_ms")?
+        .map_or(WAIT_DEFAULT, Duration::from_millis)
+        .min(WAIT_MAX);
+    let shared = &server.shared;
+    let Ok(_permit) = shared.watches.try_acquire() else {
+        return Err(Rejection::Busy("too many watches, or stopping"));
+    };
+    let deadline = tokio::time::Instant::now() + wait;
+    // Subscribed before the first look, so that no change falls in between.
+    let mut changed = shared.revision.subscribe();
+    loop {
+        changed.borrow_and_update();
+        let (revision, since) = {
+            let table = shared.lock();
+            let since = after.map_or(Since::Resync, |after| table.since(prefix, after));
+            (table.revision(), since)
+        };
+        let (resync, events) = match since {
+            Since::Resync => (true, Vec::new()),
+            Since::Events(events) => (false, events),
+        };
+        let wake = async { changed.changed().await.is_ok() && !shared.watches.is_closed() };
+        let over = resync || !events.is_empty() || shared.watches.is_closed();
+        if over
+            || !tokio::time::timeout_at(deadline, wake)
+                .await
+                .unwrap_or(false)
+        {
+            count(&shared.counters.watch_answers);
+            return Ok(json(wire::events(revision, resync, &events)));
+        }
+    }
+}
+
+async fn grant(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
+    let query = Query::parse(query.as_deref())?;
+    let max = server.shared.options.limits.lease_ttl_max;
+    let ttl = query
+        .number("ttl_ms")?
+        .map(Duration::from_millis)
+        .filter(|ttl| (TTL_MIN..=max).contains(ttl))
+        .ok_or_else(|| {
+            let range = format!("{}..={}", TTL_MIN.as_millis(), max.as_millis());
+            bad_request(&format!("expected ttl_ms in {range}"))
+        })?;
+    let id = uuid::Uuid::now_v7().simple().to_string();
+    let outcome = server
+        .shared
+        .change(|table, now| table.grant_lease(id.clone(), ttl, now))
+        .await?;
+    outcome.map_err(|refusal| refuse(&server, refusal))?;
+    Ok(json(wire::lease(&id, ttl.as_millis() as u64)))
+}
+
+async fn keep_alive(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
+    let query = Query::parse(query.as_deref())?;
+    let id = query.get("id").ok_or_else(|| bad_request("missing id"))?;
+    let outcome = server
+        .shared
+        .change(|table, now| table.keep_alive(id, now))
+        .await?;
+    let ttl = outcome.map_err(|refusal| refuse(&server, refusal))?;
+    Ok(json(wire::lease(id, ttl.as_millis() as u64)))
+}
+
+async fn end_lease(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
+    let query = Query::parse(query.as_deref())?;
+    let id = query.get("id").ok_or_else(|| bad_request("missing id"))?;
+    let outcome = server.shared.change(|table, _| table.end_lease(id)).await?;
+    outcome.map_err(|refusal| refuse(&server, refusal))?;
+    Ok("lease ended".into_response())
+}
+
+async fn health(State(server): State<MetadataServer>) -> Answer {
+    if server
+        .shared
+        .disk
+        .as_ref()
+        .is_some_and(disk::Disk::has_failed)
+    {
+        return Err(Rejection::DiskFailed);
+    }
+    Ok("OK".into_response())
+}
+
+async fn metrics(State(server): State<MetadataServer>) -> String {
+    let shared = &server.shared;
+    let [records, bytes, leases, events] = shared.lock().sizes();
+    let limits = &shared.options.limits;
+    let watches = limits
+        .watches_max
+        .saturating_sub(shared.watches.available_permits());
+    let gauges = [
+        ("records", records),
+        ("bytes", bytes),
+        ("leases", leases),
+        ("events_kept", events),
+        ("watches_waiting", watches),
+    ];
+    let counters = &shared.counters;
+    let totals = [
+        ("reads", &counters.reads),
+        ("writes", &counters.writes),
+        ("deletes", &counters.deletes),
+        ("conflicts", &counters.conflicts),
+        ("watch_answers", &counters.watch_answers),
+        ("unauthorized", &counters.unauthorized),
+    ];
+    let mut text = String::new();
+    for (name, value) in gauges {
+        text += &format!("# TYPE rerail_metadata_{name} gauge\nrerail_metadata_{name} {value}\n");
+    }
+    for (name, counter) in totals {
+        let value = counter.load(Ordering::Relaxed);
+        text += &format!(
+            "# TYPE rerail_metadata_{name}_total counter\nrerail_metadata_{name}_total {value}\n"
+        );
+    }
+    text
+}
