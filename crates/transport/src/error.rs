@@ -119,6 +119,12 @@ pub enum TransportError {
         /// The cause, a refusal in the peer's own words.
         reason: String,
     },
+    /// No thread could be started.
+    #[error("a data thread could not be started: {reason}")]
+    Thread {
+        /// The system's words.
+        reason: String,
+    },
     /// The transport is being closed.
     #[error("the transport is closed")]
     Closed,
@@ -129,7 +135,7 @@ impl TransportError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Verbs(error) => error.is_retryable(),
-            Self::Port { .. } | Self::Connection { .. } => true,
+            Self::Port { .. } | Self::Connection { .. } | Self::Thread { .. } => true,
             Self::Setting { .. } | Self::UnknownDevice { .. } | Self::Closed => false,
         }
     }

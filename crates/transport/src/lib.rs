@@ -4,5 +4,6 @@
 mod error;
 pub mod machine;
 pub mod rdma;
+pub mod settings;
 
 pub use error::{TransferError, TransportError};

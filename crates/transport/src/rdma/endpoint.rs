@@ -29,6 +29,7 @@ mod action;
 mod closing;
 
 pub use action::{Action, CloseCause, Input, LocalEnds, Offer, PeerEnds, Token};
+pub use closing::CLOSED;
 
 /// Time limits of an endpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -138,6 +139,14 @@ impl Endpoint {
     /// True once everything of it is gone, at both ends as far as can be known.
     pub fn is_closed(&self) -> bool {
         self.state == State::Closed
+    }
+
+    /// Why it is being closed; `None` before and after.
+    pub fn close_cause(&self) -> Option<&CloseCause> {
+        match &self.state {
+            State::Failing(closing) => Some(closing.cause()),
+            _ => None,
+        }
     }
 
     fn act(&mut self, action: Action) {

@@ -2,12 +2,53 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | [`transport`] | the whole: NICs, endpoints and threads of one engine |
 //! | [`transfer`] | accounting of one request: every byte ends exactly once |
 //! | [`slice`](mod@slice) | where a request is cut |
-//! | [`slab`] | keys that are never reused, for `wr_id` |
+//! | [`rail`] | peers, and the rails that lead to them |
+//! | [`router`] | which rails a transfer is offered to |
+//! | [`driver`], [`data_thread`] | posting and polling |
+//! | [`inbox`] | the queues between data and control |
 //! | [`endpoint`] | the life of one connection, as a machine |
+//! | [`connector`] | which endpoint a rail or a request belongs to, and the machines' driver |
+//! | [`signaling`] | how Connection messages reach a peer |
+//! | [`nic`], [`memory`], [`config`] | ports, registered memory, settings |
+//!
+//! # The way of a transfer
+//!
+//! `submit` → router → a NIC's inbox → driver: claim a slice, post, poll, complete. When a
+//! completion is an error the driver breaks the link and reports it; the connector moves the queue
+//! pairs to ERR and tells the peer; the driver, once all has come back, gives the slices back and
+//! reports them stranded; the router offers them to another rail; the transfer is finished when
+//! the last byte has arrived *and* the broken endpoint is fenced at both ends.
 
+pub mod config;
+pub mod connector;
+pub mod data_thread;
+pub mod driver;
 pub mod endpoint;
+mod gid;
+pub mod inbox;
+mod link;
+pub mod memory;
+pub mod nic;
+mod open;
+mod pairs;
+pub mod rail;
+pub mod router;
+pub mod signaling;
 pub mod slab;
 pub mod slice;
 pub mod transfer;
+pub mod transport;
+
+pub use config::RdmaConfig;
+pub use connector::Identity;
+pub use data_thread::Clock;
+pub use endpoint::Offer;
+pub use memory::RegisteredMemory;
+pub use rail::{Peer, PeerNic, PeerSpec};
+pub use signaling::{Boxed, SignalError, Signaling};
+pub use slice::{Piece, Slicing, Span};
+pub use transfer::{OnFinished, Transfer, TransferSpec};
+pub use transport::RdmaTransport;

@@ -14,13 +14,16 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use crossbeam::queue::SegQueue;
 use rerail_verbs::RdmaOpcode;
 
+use super::rail::Peer;
 use super::slice::{Slice, Slicing, Span};
 use crate::error::TransferError;
 use crate::machine::Time;
 
 /// What is to be moved.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct TransferSpec {
+    /// The owner of the far end.
+    pub peer: Arc<Peer>,
     /// Write: local to remote; read: remote to local.
     pub opcode: RdmaOpcode,
     /// The near end.
@@ -31,8 +34,9 @@ pub struct TransferSpec {
     pub length: u64,
     /// Where it is cut.
     pub slicing: Slicing,
-    /// When it fails if it is not finished.
-    pub deadline: Time,
+    /// When it is cut off if it is not finished, early enough for its fence to end by its
+    /// deadline ([`FenceConfig::cut_off_at`](crate::machine::fence::FenceConfig::cut_off_at)).
+    pub cut_off: Time,
 }
 
 /// Who is told that a transfer has finished.
@@ -112,10 +116,10 @@ impl Transfer {
     /// The next slice to post. The caller owns it and must end it, with
     /// [`complete`](Self::complete) or [`give_back`](Self::give_back).
     pub fn claim(&self) -> Option<Slice> {
-        if !self.returned.is_empty() {
-            if let Some(slice) = self.returned.pop() {
-                return Some(slice);
-            }
+        if !self.returned.is_empty()
+            && let Some(slice) = self.returned.pop()
+        {
+            return Some(slice);
         }
         let mut offset = self.cursor.load(Ordering::Acquire);
         loop {
@@ -151,12 +155,34 @@ impl Transfer {
         if self.error.get().is_none() {
             self.retried_slices.fetch_add(1, Ordering::Relaxed);
         }
+        self.unclaim(slice);
+    }
+
+    /// Takes a slice back that was claimed and never posted.
+    pub fn unclaim(&self, slice: Slice) {
         self.returned.push(slice);
         // Either `fail` sees this push when it empties the queue, or this sees its error.
         fence(Ordering::SeqCst);
         if self.error.get().is_some() {
             self.end_returned();
         }
+    }
+
+    /// Fails the transfer once its time is over. True while it has failed for whatever reason.
+    pub fn check_cut_off(&self, now: Time) -> bool {
+        if now >= self.spec.cut_off && self.error.get().is_none() {
+            let peer = &self.spec.peer;
+            let mut troubles = peer.rails().iter().filter_map(|rail| {
+                let trouble = rail.last_trouble()?;
+                Some(format!("{rail}: {trouble}"))
+            });
+            let cause = troubles.next().unwrap_or_else(|| "none".into());
+            self.fail(TransferError::Deadline {
+                peer: peer.segment().to_owned(),
+                cause,
+            });
+        }
+        self.error.get().is_some()
     }
 
     /// Fails the transfer: nothing of it can be claimed any more, and it is finished once all that

@@ -24,6 +24,10 @@ pub(super) struct Closing {
 }
 
 impl Closing {
+    pub(super) fn cause(&self) -> &CloseCause {
+        &self.cause
+    }
+
     pub(super) fn next_timeout(&self, limits: &Limits) -> Option<Time> {
         match self.locally_fenced {
             Some(at) => Some(at + limits.packet_lifetime),
@@ -114,11 +118,11 @@ impl Endpoint {
     }
 
     pub(super) fn drained(&mut self, _now: Time) {
-        if let State::Failing(closing) = &mut self.state {
-            if !closing.destroying {
-                closing.destroying = true;
-                self.act(Action::Destroy);
-            }
+        if let State::Failing(closing) = &mut self.state
+            && !closing.destroying
+        {
+            closing.destroying = true;
+            self.act(Action::Destroy);
         }
     }
 
@@ -182,4 +186,4 @@ impl Endpoint {
 
 /// Answer to a request to close. It has to be a refusal for a C++ peer, who takes any other answer
 /// for a connection.
-const CLOSED: &str = "closed";
+pub const CLOSED: &str = "closed";

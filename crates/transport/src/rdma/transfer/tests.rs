@@ -1,7 +1,9 @@
 use std::sync::atomic::AtomicUsize;
 
+use super::super::rail::{Peer, PeerSpec};
 use super::super::slice::Piece;
 use super::*;
+use crate::machine::ids::PeerId;
 
 #[derive(Default)]
 struct Count(AtomicUsize);
@@ -32,6 +34,16 @@ fn span(addr: u64, pieces: &[u64]) -> Span {
 fn transfer(length: u64, local: &[u64], remote: &[u64]) -> (Arc<Transfer>, Arc<Count>) {
     let count = Arc::new(Count::default());
     let spec = TransferSpec {
+        peer: Peer::new(
+            PeerSpec {
+                id: PeerId(1),
+                segment: "peer".into(),
+                server: "host:1".into(),
+                instance: None,
+                nics: Vec::new(),
+            },
+            &[],
+        ),
         opcode: RdmaOpcode::Write,
         local: span(1 << 20, local),
         remote: span(1 << 30, remote),
@@ -40,7 +52,7 @@ fn transfer(length: u64, local: &[u64], remote: &[u64]) -> (Arc<Transfer>, Arc<C
             slice_bytes: 100,
             fragment_bytes: 25,
         },
-        deadline: Time::from_millis(1_000),
+        cut_off: Time::from_millis(1_000),
     };
     (Transfer::new(spec, count.clone()), count)
 }
@@ -166,4 +178,16 @@ fn threads_that_claim_give_back_and_fail_end_every_byte_once() {
             assert_eq!(transfer.transferred_bytes(), 20_000);
         }
     }
+}
+
+#[test]
+fn x10_a_transfer_that_nobody_works_on_fails_at_its_time() {
+    let (transfer, count) = transfer(100, &[100], &[100]);
+    assert!(!transfer.check_cut_off(Time::from_millis(999)));
+    assert!(transfer.check_cut_off(Time::from_millis(1_000)));
+    assert_eq!(finished(&count), 1);
+    assert!(matches!(
+        transfer.error(),
+        Some(TransferError::Deadline { .. })
+    ));
 }

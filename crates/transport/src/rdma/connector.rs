@@ -1,0 +1,300 @@
+//! Which endpoint a rail, a peer's request or a report of a data thread belongs to.
+//!
+//! There is at most one endpoint at a time between a local NIC and a peer's NIC; the next one is
+//! made as soon as the last begins to close. Each endpoint is a task (see [`task`]) around an
+//! [`Endpoint`](super::endpoint::Endpoint) machine. Everything here runs on the control runtime and
+//! is never waited for by a data thread.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::runtime;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+
+use super::config::RdmaConfig;
+use super::data_thread::Clock;
+use super::endpoint::{CLOSED, CloseCause, Endpoint, Input, Offer, Parties};
+use super::inbox::{EndpointKey, Inbox, Order};
+use super::nic::Nic;
+use super::rail::Rail;
+use super::signaling::Signaling;
+use super::transfer::Transfer;
+
+mod task;
+
+use task::{EndpointTask, Mail};
+
+/// Handshakes with one server at once: C++ servers take them one after the other.
+const HANDSHAKES_PER_SERVER_MAX: usize = 2;
+
+/// Who we are to peers.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Identity {
+    /// The text before the `@` of our NIC paths.
+    pub server: String,
+    /// Our instance, told to Rerail peers.
+    pub instance: Option<String>,
+}
+
+impl Identity {
+    /// NIC path of one of our NICs.
+    pub fn path(&self, nic: &Nic) -> String {
+        format!("{}@{}", self.server, nic.name())
+    }
+}
+
+/// All endpoints of an engine.
+#[derive(Clone)]
+pub struct Connector {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    config: RdmaConfig,
+    clock: Clock,
+    identity: Identity,
+    nics: Vec<Arc<Nic>>,
+    inboxes: Vec<Arc<Inbox>>,
+    signaling: Arc<dyn Signaling>,
+    runtime: runtime::Handle,
+    table: Mutex<Table>,
+}
+
+#[derive(Default)]
+struct Table {
+    last_key: EndpointKey,
+    /// The endpoint in use between a local NIC and a peer's NIC path.
+    current: HashMap<(u32, String), (EndpointKey, Mailbox)>,
+    /// All endpoints, those that are closing included.
+    by_key: HashMap<EndpointKey, Mailbox>,
+    permits: HashMap<String, Arc<Semaphore>>,
+}
+
+/// Not bounded by itself: holds at most an outcome per action of the machine, a report per order,
+/// and the peer's requests, whose number the RPC server bounds.
+type Mailbox = mpsc::UnboundedSender<Mail>;
+
+/// The answer to a peer's request.
+type Answer = Result<Offer, String>;
+
+impl Connector {
+    /// No endpoints yet. `nics` and `inboxes` belong together by position.
+    pub fn new(
+        config: RdmaConfig,
+        clock: Clock,
+        identity: Identity,
+        nics: Vec<Arc<Nic>>,
+        inboxes: Vec<Arc<Inbox>>,
+        signaling: Arc<dyn Signaling>,
+        runtime: runtime::Handle,
+    ) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                config,
+                clock,
+                identity,
+                nics,
+                inboxes,
+                signaling,
+                runtime,
+                table: Mutex::default(),
+            }),
+        }
+    }
+
+    /// Endpoints that are open or not yet fenced.
+    pub fn endpoints(&self) -> usize {
+        self.table().by_key.len()
+    }
+
+    /// Connects a rail, or binds it to the endpoint that the peer has opened.
+    pub fn want(&self, rail: &Arc<Rail>) {
+        let local = rail.id().local.0;
+        let Some(nic) = self.shared.nics.get(local as usize) else {
+            return;
+        };
+        let mut table = self.table();
+        let place = (local, rail.peer_nic().path.clone());
+        if let Some((_, mailbox)) = table.current.get(&place)
+            && mailbox.send(Mail::Bind(Arc::clone(rail))).is_ok()
+        {
+            return;
+        }
+        let parties = Parties {
+            local_path: self.shared.identity.path(nic),
+            peer_path: rail.peer_nic().path.clone(),
+            instance: self.shared.identity.instance.clone(),
+            peer_instance: rail.instance().map(str::to_owned),
+            fallback: Some((rail.peer_nic().gid, rail.peer_nic().lid)),
+        };
+        let mailbox = self.spawn(&mut table, nic, parties);
+        // The task has only just been made: it is there.
+        let _ = mailbox.send(Mail::Bind(Arc::clone(rail)));
+        let _ = mailbox.send(Mail::Input(Input::Open));
+    }
+
+    /// Takes a peer's Connection message and returns the answer, or the reason to refuse.
+    pub async fn accept(&self, offer: Offer) -> Answer {
+        let limit = self.shared.config.limits.connect;
+        let (answer, answered) = oneshot::channel();
+        self.deliver(offer, answer);
+        match tokio::time::timeout(limit, answered).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) => Err("the endpoint is gone".into()),
+            Err(_) => Err(format!("no answer within {} s", limit.as_secs())),
+        }
+    }
+
+    /// Finds or makes the endpoint that a peer's request is for.
+    fn deliver(&self, offer: Offer, answer: oneshot::Sender<Answer>) {
+        let identity = &self.shared.identity;
+        let mut nics = self.shared.nics.iter();
+        let Some(nic) = nics.find(|nic| identity.path(nic) == offer.peer_path) else {
+            let reason = format!("there is no NIC {} here", offer.peer_path);
+            return refuse(&offer, answer, reason);
+        };
+        let mut table = self.table();
+        let place = (nic.index().0, offer.local_path.clone());
+        let mut mail = Mail::Request(offer, answer);
+        if let Some((_, mailbox)) = table.current.get(&place) {
+            match mailbox.send(mail) {
+                Ok(()) => return,
+                Err(mpsc::error::SendError(back)) => mail = back,
+            }
+        }
+        let Mail::Request(offer, answer) = mail else {
+            return;
+        };
+        if offer.qp_nums.is_empty() {
+            // There is nothing to close: whatever there was is destroyed.
+            return refuse(&offer, answer, CLOSED.into());
+        }
+        if offer.ready_ack == Some(true) {
+            let reason = "ready acknowledgement for an endpoint that is not connected";
+            return refuse(&offer, answer, reason.into());
+        }
+        if !nic.is_gate_open() {
+            return refuse(&offer, answer, format!("{} is withdrawn", nic.name()));
+        }
+        if table.by_key.len() >= self.shared.config.endpoints_max as usize {
+            return refuse(&offer, answer, "too many endpoints".into());
+        }
+        let parties = Parties {
+            local_path: identity.path(nic),
+            peer_path: offer.local_path.clone(),
+            instance: identity.instance.clone(),
+            peer_instance: offer.instance.clone(),
+            fallback: None,
+        };
+        let mailbox = self.spawn(&mut table, nic, parties);
+        let _ = mailbox.send(Mail::Request(offer, answer));
+    }
+
+    /// A data thread's report that an endpoint broke.
+    pub(super) fn broken(&self, endpoint: EndpointKey, cause: String) {
+        self.send(
+            endpoint,
+            Mail::Input(Input::Close(CloseCause::Broken(cause))),
+        );
+    }
+
+    /// A data thread's report that an endpoint is drained.
+    pub(super) fn drained(&self, endpoint: EndpointKey, held: Vec<Arc<Transfer>>) {
+        if let Some(Mail::Drained(held)) = self.send(endpoint, Mail::Drained(held)) {
+            // The endpoint is fenced and gone.
+            held.iter().for_each(|transfer| transfer.release());
+        }
+    }
+
+    /// Closes all endpoints of a local NIC, or of all NICs.
+    pub fn close_all(&self, nic: Option<u32>, reason: &str) {
+        let table = self.table();
+        for ((local, _), (_, mailbox)) in &table.current {
+            if nic.is_none_or(|nic| nic == *local) {
+                let cause = CloseCause::Withdrawn(reason.to_owned());
+                // One that is gone needs no closing.
+                let _ = mailbox.send(Mail::Input(Input::Close(cause)));
+            }
+        }
+    }
+
+    /// Sends to an endpoint, or gives the mail back when it is gone.
+    fn send(&self, endpoint: EndpointKey, mail: Mail) -> Option<Mail> {
+        match self.table().by_key.get(&endpoint) {
+            Some(mailbox) => mailbox.send(mail).err().map(|error| error.0),
+            None => Some(mail),
+        }
+    }
+
+    fn spawn(&self, table: &mut Table, nic: &Arc<Nic>, parties: Parties) -> Mailbox {
+        table.last_key += 1;
+        let key = table.last_key;
+        let (mailbox, mail) = mpsc::unbounded_channel();
+        let place = (nic.index().0, parties.peer_path.clone());
+        table.current.insert(place, (key, mailbox.clone()));
+        table.by_key.insert(key, mailbox.clone());
+        let now = self.shared.clock.now();
+        let machine = Endpoint::new(now, parties.clone(), self.shared.config.limits);
+        let task = EndpointTask::new(
+            self.clone(),
+            key,
+            Arc::clone(nic),
+            Arc::clone(&self.shared.inboxes[nic.index().0 as usize]),
+            parties.peer_path,
+            machine,
+            mailbox.clone(),
+        );
+        self.shared.runtime.spawn(task.run(mail));
+        mailbox
+    }
+
+    /// The endpoint begins to close: the next request or rail gets another one.
+    fn retire(&self, nic: &Nic, peer_path: &str, key: EndpointKey) {
+        let mut table = self.table();
+        let place = (nic.index().0, peer_path.to_owned());
+        if table
+            .current
+            .get(&place)
+            .is_some_and(|(current, _)| *current == key)
+        {
+            table.current.remove(&place);
+        }
+    }
+
+    /// The endpoint is fenced at both ends.
+    fn forget(&self, key: EndpointKey) {
+        self.table().by_key.remove(&key);
+    }
+
+    /// The right to one of a server's handshakes.
+    fn permits(&self, server: &str) -> Arc<Semaphore> {
+        let mut table = self.table();
+        let permits = table.permits.entry(server.to_owned());
+        Arc::clone(permits.or_insert_with(|| Arc::new(Semaphore::new(HANDSHAKES_PER_SERVER_MAX))))
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        // No code that can panic half-way runs under the lock, so a poisoned one is whole.
+        self.shared
+            .table
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn refuse(offer: &Offer, answer: oneshot::Sender<Answer>, reason: String) {
+    tracing::info!(peer = %offer.local_path, %reason, "connection refused");
+    // A peer that has gone away needs no answer.
+    let _ = answer.send(Err(reason));
+}
+
+/// Hands an order over; waits while the data thread is behind.
+async fn order(inbox: &Inbox, order: Order) {
+    let mut waiting = Some(order);
+    while let Some(order) = waiting.take() {
+        if let Err(back) = inbox.order(order) {
+            waiting = Some(back);
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
+    }
+}

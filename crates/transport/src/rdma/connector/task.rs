@@ -1,0 +1,409 @@
+//! The driver of one endpoint: carries out the machine's actions and hands the outcomes back.
+//!
+//! Nothing here waits for an outcome: verbs run on the NIC's control thread and messages in tasks
+//! of their own, and both end as mail. So a request of the peer is answered while our own is out.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rerail_verbs::QueuePair;
+use tokio::sync::{mpsc, oneshot};
+
+use super::super::endpoint::{
+    Action, CLOSED, CloseCause, Endpoint, Input, LocalEnds, Offer, PeerEnds, Token,
+};
+use super::super::inbox::{EndpointKey, Inbox, Order, Pairs};
+use super::super::nic::Nic;
+use super::super::pairs;
+use super::super::rail::Rail;
+use super::super::signaling::SignalError;
+use super::super::transfer::Transfer;
+use super::{Answer, Connector, Mailbox, order};
+use crate::machine::Machine;
+
+/// What a C++ peer answers to a request without queue pairs, after it has moved its end to ERR.
+const CPP_CLOSED: &str = "QP count mismatch";
+
+/// What reaches an endpoint.
+pub(super) enum Mail {
+    /// An input of the machine.
+    Input(Input),
+    /// Queue pairs were made, or not.
+    Prepared(Result<(Vec<QueuePair>, LocalEnds), String>),
+    /// A request of the peer.
+    Request(Offer, oneshot::Sender<Answer>),
+    /// A rail whose work is to be posted on it.
+    Bind(Arc<Rail>),
+    /// The data thread has nothing of it any more, but holds these transfers for the fence.
+    Drained(Vec<Arc<Transfer>>),
+}
+
+pub(super) struct EndpointTask {
+    connector: Connector,
+    key: EndpointKey,
+    nic: Arc<Nic>,
+    inbox: Arc<Inbox>,
+    peer_path: String,
+    machine: Endpoint,
+    mailbox: Mailbox,
+    local: Option<LocalEnds>,
+    pairs: Option<Arc<Pairs>>,
+    gate: Arc<AtomicBool>,
+    rail: Option<Arc<Rail>>,
+    /// The data thread knows the endpoint.
+    attached: bool,
+    retired: bool,
+    last_token: u64,
+    answers: HashMap<Token, oneshot::Sender<Answer>>,
+    held: Vec<Arc<Transfer>>,
+}
+
+impl EndpointTask {
+    pub(super) fn new(
+        connector: Connector,
+        key: EndpointKey,
+        nic: Arc<Nic>,
+        inbox: Arc<Inbox>,
+        peer_path: String,
+        machine: Endpoint,
+        mailbox: Mailbox,
+    ) -> Self {
+        Self {
+            connector,
+            key,
+            nic,
+            inbox,
+            peer_path,
+            machine,
+            mailbox,
+            local: None,
+            pairs: None,
+            gate: Arc::new(AtomicBool::new(true)),
+            rail: None,
+            attached: false,
+            retired: false,
+            last_token: 0,
+            answers: HashMap::new(),
+            held: Vec::new(),
+        }
+    }
+
+    pub(super) async fn run(mut self, mut mail: mpsc::UnboundedReceiver<Mail>) {
+        let clock = self.connector.shared.clock;
+        loop {
+            self.retire_if_closing().await;
+            while let Some(action) = self.machine.poll() {
+                self.act(action).await;
+                self.retire_if_closing().await;
+            }
+            if self.machine.is_closed() {
+                break;
+            }
+            let due = self.machine.next_timeout().map(|due| clock.instant(due));
+            let sleep = async {
+                match due {
+                    Some(due) => tokio::time::sleep_until(due.into()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                next = mail.recv() => match next {
+                    Some(next) => self.read(next).await,
+                    None => break,
+                },
+                () = sleep => self.machine.handle_timeout(clock.now()),
+            }
+        }
+        self.connector.forget(self.key);
+        // Mail that came while it closed: nothing is left to wait for.
+        mail.close();
+        while let Ok(late) = mail.try_recv() {
+            match late {
+                Mail::Drained(held) => self.held.extend(held),
+                Mail::Request(offer, answer) => self.connector.deliver(offer, answer),
+                Mail::Bind(rail) => self.connector.want(&rail),
+                Mail::Input(_) | Mail::Prepared(_) => {}
+            }
+        }
+        self.held.iter().for_each(|transfer| transfer.release());
+    }
+
+    async fn read(&mut self, mail: Mail) {
+        let now = self.connector.shared.clock.now();
+        match mail {
+            Mail::Input(input) => self.machine.handle(now, input),
+            Mail::Prepared(Ok((pairs, local))) => {
+                self.pairs = Some(Arc::new(Pairs(pairs)));
+                self.local = Some(local.clone());
+                self.machine.handle(now, Input::Prepared(Ok(local)));
+            }
+            Mail::Prepared(Err(reason)) => self.machine.handle(now, Input::Prepared(Err(reason))),
+            Mail::Request(offer, answer) => {
+                self.last_token += 1;
+                let token = Token(self.last_token);
+                self.answers.insert(token, answer);
+                self.machine.handle(now, Input::Requested(token, offer));
+            }
+            Mail::Bind(rail) => {
+                if self.retired {
+                    self.connector.want(&rail);
+                    return;
+                }
+                self.rail = Some(rail);
+                if self.machine.is_connected() {
+                    self.attach().await;
+                }
+            }
+            Mail::Drained(held) => {
+                self.held.extend(held);
+                self.machine.handle(now, Input::Drained);
+            }
+        }
+    }
+
+    async fn act(&mut self, action: Action) {
+        match action {
+            Action::Prepare => self.prepare(),
+            Action::Raise(peer) => self.raise(peer),
+            Action::Ask(offer) if offer.local_path == offer.peer_path => self.loop_back(offer),
+            Action::Ask(offer) => self.exchange(offer, |reply| {
+                Some(Input::Replied(reply.map_err(|error| error.to_string())))
+            }),
+            Action::Acknowledge(offer) => self.exchange(offer, |reply| {
+                let reply = reply.map(drop).map_err(|error| error.to_string());
+                Some(Input::Acknowledged(reply))
+            }),
+            Action::TellPeer(offer) => self.exchange(offer, |reply| match reply {
+                Err(SignalError::Refused(text)) if text == CLOSED || text.contains(CPP_CLOSED) => {
+                    Some(Input::PeerClosed)
+                }
+                _ => None,
+            }),
+            Action::Answer(token, offer) => self.answer(token, Ok(offer)),
+            Action::Refuse(token, reason) => self.answer(token, Err(reason)),
+            Action::PassOn(token, offer) => {
+                if let Some(answer) = self.answers.remove(&token) {
+                    self.connector.deliver(offer, answer);
+                }
+            }
+            Action::Attach => {
+                tracing::info!(nic = self.nic.name(), peer = %self.peer_path, "connected");
+                self.attach().await;
+            }
+            Action::Detach => {
+                self.gate.store(false, Ordering::Release);
+                if self.attached {
+                    order(&self.inbox, Order::Detach(self.key)).await;
+                }
+            }
+            Action::ToError => self.to_error(),
+            Action::AwaitDrain if self.attached => {
+                order(&self.inbox, Order::AwaitDrain(self.key)).await;
+            }
+            Action::AwaitDrain => self.input(Input::Drained),
+            Action::Destroy => self.destroy(),
+            Action::GiveUp => {
+                if self.attached {
+                    order(&self.inbox, Order::GiveUp(self.key)).await;
+                }
+            }
+            Action::Fenced => {
+                for transfer in self.held.drain(..) {
+                    transfer.release();
+                }
+            }
+            Action::Closed(cause) => {
+                tracing::debug!(nic = self.nic.name(), peer = %self.peer_path, %cause, "closed");
+                // It may never have had queue pairs.
+                self.retire(&cause).await;
+            }
+        }
+    }
+
+    fn input(&self, input: Input) {
+        // The receiver lives as long as the task does.
+        let _ = self.mailbox.send(Mail::Input(input));
+    }
+
+    fn answer(&mut self, token: Token, answer: Answer) {
+        if let Some(waiting) = self.answers.remove(&token) {
+            if let Err(reason) = &answer {
+                tracing::info!(peer = %self.peer_path, %reason, "connection refused");
+            }
+            // A peer that has gone away needs no answer.
+            let _ = waiting.send(answer);
+        }
+    }
+
+    fn prepare(&self) {
+        let (nic, mailbox) = (Arc::clone(&self.nic), self.mailbox.clone());
+        let config = self.connector.shared.config.clone();
+        // Between Rerail peers packets of an earlier connection must not fit a later one.
+        let psn = if self.connector.shared.identity.instance.is_some() {
+            rand::random::<u32>() & 0x00ff_ffff
+        } else {
+            0
+        };
+        let submitted = self.nic.context().control().execute(move || {
+            let prepared = pairs::prepare(&nic, &config, psn).map_err(|error| error.to_string());
+            let _ = mailbox.send(Mail::Prepared(prepared));
+        });
+        if let Err(error) = submitted {
+            let _ = self.mailbox.send(Mail::Prepared(Err(error.to_string())));
+        }
+    }
+
+    fn raise(&self, peer: PeerEnds) {
+        let (Some(pairs), Some(local)) = (self.pairs.clone(), self.local.clone()) else {
+            return;
+        };
+        let (nic, mailbox) = (Arc::clone(&self.nic), self.mailbox.clone());
+        let config = self.connector.shared.config.clone();
+        let submitted = self.nic.context().control().execute(move || {
+            let raised = pairs::raise(&pairs.0, &nic, &config, &local, &peer);
+            // Gone before the outcome is told, so that the owner can destroy them.
+            drop(pairs);
+            let raised = raised.map_err(|error| error.to_string());
+            let _ = mailbox.send(Mail::Input(Input::Raised(raised)));
+        });
+        if let Err(error) = submitted {
+            self.input(Input::Raised(Err(error.to_string())));
+        }
+    }
+
+    fn to_error(&self) {
+        let (Some(pairs), mailbox) = (self.pairs.clone(), self.mailbox.clone()) else {
+            return;
+        };
+        let submitted = self.nic.context().control().submit_urgent(move || {
+            // All of them, whatever the others say.
+            let failed = pairs
+                .0
+                .iter()
+                .fold(None, |failed, pair| pair.to_error().err().or(failed));
+            drop(pairs);
+            match failed {
+                None => {
+                    let _ = mailbox.send(Mail::Input(Input::InError));
+                }
+                // The machine destroys them when its time for draining is over.
+                Some(error) => tracing::error!(%error, "a queue pair does not go to ERR"),
+            }
+        });
+        if let Err(error) = submitted.map(drop) {
+            tracing::error!(%error, "no queue pair can be moved to ERR");
+        }
+    }
+
+    /// Destroys the queue pairs once nobody else has them, and tells when that is done.
+    fn destroy(&mut self) {
+        let pairs = self.pairs.take();
+        let (control, mailbox) = (self.nic.context().control().clone(), self.mailbox.clone());
+        self.connector.shared.runtime.spawn(async move {
+            if let Some(pairs) = pairs {
+                while Arc::strong_count(&pairs) > 1 {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                drop(pairs);
+            }
+            // Runs after everything that was dropped before it was submitted.
+            loop {
+                let mailbox = mailbox.clone();
+                let barrier = control.execute(move || {
+                    let _ = mailbox.send(Mail::Input(Input::Destroyed));
+                });
+                match barrier {
+                    Err(error) if error.is_retryable() => {
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                    }
+                    _ => return,
+                }
+            }
+        });
+    }
+
+    /// Sends a message and makes an input of its outcome.
+    fn exchange<F>(&self, offer: Offer, input: F)
+    where
+        F: FnOnce(Result<Offer, SignalError>) -> Option<Input> + Send + 'static,
+    {
+        let shared = &self.connector.shared;
+        let server = self
+            .peer_path
+            .split('@')
+            .next()
+            .unwrap_or_default()
+            .to_owned();
+        let (permits, mailbox) = (self.connector.permits(&server), self.mailbox.clone());
+        let signaling = Arc::clone(&shared.signaling);
+        let limit = shared.config.limits.connect;
+        shared.runtime.spawn(async move {
+            let exchange = async {
+                // Never closed.
+                let _permit = permits.acquire().await;
+                signaling.exchange(&server, offer).await
+            };
+            let reply = tokio::time::timeout(limit, exchange).await;
+            let reply = reply.unwrap_or_else(|_| {
+                let waited = format!("{server} is silent for {} s", limit.as_secs());
+                Err(SignalError::NoAnswer(waited))
+            });
+            if let Some(input) = input(reply) {
+                let _ = mailbox.send(Mail::Input(input));
+            }
+        });
+    }
+
+    /// A NIC that talks to itself connects its queue pairs to themselves, without a message.
+    fn loop_back(&self, offer: Offer) {
+        let reply = Offer {
+            ready_ack: None,
+            ..offer
+        };
+        self.input(Input::Replied(Ok(reply)));
+    }
+
+    async fn attach(&mut self) {
+        let (Some(rail), Some(pairs)) = (&self.rail, &self.pairs) else {
+            return;
+        };
+        rail.connected();
+        let attach = Order::Attach {
+            endpoint: self.key,
+            rail: Arc::clone(rail),
+            pairs: Arc::clone(pairs),
+            gate: Arc::clone(&self.gate),
+        };
+        if !self.attached {
+            self.attached = true;
+            order(&self.inbox, attach).await;
+        }
+    }
+
+    async fn retire_if_closing(&mut self) {
+        if let Some(cause) = self.machine.close_cause().cloned() {
+            self.retire(&cause).await;
+        }
+    }
+
+    /// Makes room for the next endpoint, and lets the rail's work go elsewhere. Done once.
+    async fn retire(&mut self, cause: &CloseCause) {
+        if std::mem::replace(&mut self.retired, true) {
+            return;
+        }
+        self.connector.retire(&self.nic, &self.peer_path, self.key);
+        let Some(rail) = &self.rail else {
+            return;
+        };
+        let now = self.connector.shared.clock.now();
+        match cause {
+            CloseCause::PeerRebuilt => rail.closed(),
+            cause => rail.failed(now, cause.to_string()),
+        }
+        if !self.attached {
+            order(&self.inbox, Order::Strand(Arc::clone(rail))).await;
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! What time does: endpoints without progress, and transfers whose time is over.
+
+use std::time::Duration;
+
+use super::Driver;
+use crate::machine::Time;
+
+/// How often progress and time limits are looked at.
+const CHECK_EVERY: Duration = Duration::from_millis(10);
+
+/// A thread that was not scheduled for longer than this shifts all its deadlines by the gap.
+const GAP: Duration = Duration::from_millis(200);
+
+/// Rate that is assumed before any is measured, in bytes a second.
+const RATE_ASSUMED: f64 = 4e6;
+
+/// Longest time that in-flight bytes are granted, whatever the rate.
+const GRANT_MAX: Duration = Duration::from_secs(5);
+
+/// The measured rate of a NIC, and when things were last looked at.
+pub(super) struct Pace {
+    last_step: Time,
+    next_check: Time,
+    last_check: Time,
+    /// Since the last check.
+    pub(super) completed_bytes: u64,
+    /// Whether the last poll emptied the completion queue.
+    pub(super) queue_empty: bool,
+    was_busy: bool,
+    /// Bytes a second, while there was always work in flight.
+    rate: Option<f64>,
+}
+
+impl Pace {
+    pub(super) fn new(now: Time) -> Self {
+        Self {
+            last_step: now,
+            next_check: now,
+            last_check: now,
+            completed_bytes: 0,
+            queue_empty: true,
+            was_busy: false,
+            rate: None,
+        }
+    }
+
+    /// How long nothing may complete with `bytes` in flight: the setting, and four times as long
+    /// as the bytes take at the measured rate.
+    fn allowance(&self, progress_timeout: Duration, bytes: u64) -> Duration {
+        let rate = self.rate.unwrap_or(RATE_ASSUMED).max(1.0);
+        let grant = Duration::try_from_secs_f64(4.0 * bytes as f64 / rate).unwrap_or(GRANT_MAX);
+        progress_timeout + grant.min(GRANT_MAX)
+    }
+
+    fn measure(&mut self, now: Time, busy: bool) {
+        let took = now.saturating_since(self.last_check).as_secs_f64();
+        if self.was_busy && busy && took > 0.0 && self.completed_bytes > 0 {
+            let rate = self.completed_bytes as f64 / took;
+            self.rate = Some(self.rate.map_or(rate, |old| old + (rate - old) / 8.0));
+        }
+        self.was_busy = busy;
+        self.completed_bytes = 0;
+        self.last_check = now;
+    }
+}
+
+impl Driver {
+    pub(super) fn check(&mut self, now: Time) {
+        let gap = now.saturating_since(self.pace.last_step);
+        self.pace.last_step = now;
+        if gap > GAP {
+            self.shift(gap);
+            return;
+        }
+        // With completions left in the queue, silence proves nothing.
+        if now < self.pace.next_check || !self.pace.queue_empty {
+            return;
+        }
+        self.pace.next_check = now + CHECK_EVERY;
+        self.pace.measure(now, !self.flights.is_empty());
+        self.check_progress(now);
+        self.check_time_limits(now);
+    }
+
+    /// Our own thread did not run: the peer is not to blame for the time.
+    fn shift(&mut self, gap: Duration) {
+        let mut keys = std::mem::take(&mut self.keys);
+        self.links.keys_into(&mut keys);
+        for key in &keys {
+            if let Some(link) = self.links.get_mut(*key) {
+                for queue in &mut link.queues {
+                    queue.progress_at += gap;
+                }
+            }
+        }
+        self.keys = keys;
+    }
+
+    fn check_progress(&mut self, now: Time) {
+        let allowance = self
+            .pace
+            .allowance(self.progress_timeout, self.in_flight_bytes);
+        let mut keys = std::mem::take(&mut self.keys);
+        keys.clear();
+        keys.extend(self.links.iter().filter_map(|(key, link)| {
+            let since = link.stalled_since()?;
+            (now > since + allowance).then_some(key)
+        }));
+        for key in &keys {
+            let cause = format!("nothing completed for {} ms", allowance.as_millis());
+            self.break_link(*key, &cause, now);
+        }
+        self.keys = keys;
+    }
+
+    fn check_time_limits(&mut self, now: Time) {
+        for lane in &mut self.lanes {
+            lane.pending.retain(|work| {
+                let over = work.transfer.check_cut_off(now);
+                if over {
+                    work.rail.dequeued(work.share_bytes);
+                }
+                !over
+            });
+        }
+        let mut keys = std::mem::take(&mut self.keys);
+        keys.clear();
+        keys.extend(self.flights.iter().filter_map(|(_, flight)| {
+            let over = now >= flight.transfer.spec().cut_off;
+            (over && flight.transfer.check_cut_off(now)).then_some(flight.link)
+        }));
+        for key in &keys {
+            self.break_link(*key, "a transfer on it ran out of time", now);
+        }
+        self.keys = keys;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_allowance_follows_the_measured_rate() {
+        let mut pace = Pace::new(Time::ZERO);
+        let base = Duration::from_millis(500);
+        assert_eq!(pace.allowance(base, 0), base);
+        assert_eq!(pace.allowance(base, 1 << 40), base + GRANT_MAX);
+        pace.measure(Time::from_millis(1), true);
+        pace.completed_bytes = 1_000_000;
+        pace.measure(Time::from_millis(1_001), true);
+        assert_eq!(
+            pace.allowance(base, 1_000_000),
+            base + Duration::from_secs(4)
+        );
+    }
+}

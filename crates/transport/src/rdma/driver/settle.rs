@@ -1,0 +1,172 @@
+//! What becomes of work whose endpoint is gone.
+//!
+//! Order of events: the link breaks (nothing is posted any more, waiting work is stranded), its
+//! queue pairs go to ERR, everything posted comes back. Only then are abandoned slices given back
+//! to be posted elsewhere; until the endpoint is fenced at the far end too, each transfer with an
+//! abandoned WRITE is held, so that it cannot be reported finished.
+
+use std::sync::Arc;
+
+use rerail_verbs::RdmaOpcode;
+
+use super::super::inbox::{EndpointKey, Report};
+use super::super::transfer::Transfer;
+use super::Driver;
+use crate::TransferError;
+use crate::machine::Time;
+
+impl Driver {
+    /// Stops posting on a link, for a reason that the control side does not know yet.
+    pub(super) fn break_link(&mut self, key: u64, cause: &str, now: Time) {
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        if link.pairs.is_none() {
+            return;
+        }
+        let endpoint = link.endpoint;
+        self.detach(key, now);
+        self.unsent.push_back(Report::Broken {
+            endpoint,
+            cause: cause.to_owned(),
+        });
+    }
+
+    /// Breaks every link: the completion queue is gone.
+    pub(super) fn break_all(&mut self, cause: &str, now: Time) {
+        let mut keys = std::mem::take(&mut self.keys);
+        self.links.keys_into(&mut keys);
+        for key in &keys {
+            self.break_link(*key, cause, now);
+        }
+        self.keys = keys;
+    }
+
+    /// Stops posting on a link and strands what waited for it.
+    pub(super) fn detach(&mut self, key: u64, now: Time) {
+        let Some(link) = self.links.get_mut(key) else {
+            return;
+        };
+        if link.pairs.take().is_none() {
+            return;
+        }
+        let lane = link.lane;
+        // A newer endpoint may have taken the rail over.
+        if self.lanes[lane].link == Some(key) {
+            self.lanes[lane].link = None;
+            self.lanes[lane].rail.suspend(now);
+            self.strand(lane);
+        }
+    }
+
+    /// Gives the work that waits for a rail back to the control side.
+    pub(super) fn strand(&mut self, lane: usize) {
+        let lane = &mut self.lanes[lane];
+        lane.asked = false;
+        while let Some(work) = lane.pending.pop_front() {
+            let transfer = work.dequeue();
+            if transfer.has_work() {
+                self.unsent.push_back(Report::Stranded(transfer));
+            }
+        }
+    }
+
+    pub(super) fn await_drain(&mut self, endpoint: EndpointKey, now: Time) {
+        let Some(key) = self.link_keys.get(&endpoint).copied() else {
+            let held = Vec::new();
+            self.unsent.push_back(Report::Drained { endpoint, held });
+            return;
+        };
+        self.detach(key, now);
+        if let Some(link) = self.links.get_mut(key) {
+            link.in_error = true;
+        }
+        self.settle_if_drained(key);
+    }
+
+    /// Takes everything that is still in flight on a destroyed endpoint for come back.
+    pub(super) fn give_up(&mut self, endpoint: EndpointKey, now: Time) {
+        let Some(key) = self.link_keys.get(&endpoint).copied() else {
+            return;
+        };
+        self.detach(key, now);
+        let mut keys = std::mem::take(&mut self.keys);
+        self.flights.keys_into(&mut keys);
+        for wr_id in &keys {
+            let of_link = self
+                .flights
+                .get_mut(*wr_id)
+                .is_some_and(|flight| flight.link == key);
+            if !of_link {
+                continue;
+            }
+            let Some(flight) = self.flights.remove(*wr_id) else {
+                continue;
+            };
+            let bytes = u64::from(flight.slice.length);
+            self.in_flight_bytes -= bytes;
+            if let Some(link) = self.links.get_mut(key) {
+                link.came_back(flight.queue, bytes, now);
+                self.lanes[link.lane].rail.abandoned(bytes);
+                link.abandoned.push((flight.transfer, flight.slice));
+            }
+        }
+        self.keys = keys;
+        if let Some(link) = self.links.get_mut(key) {
+            link.in_error = true;
+        }
+        self.settle_if_drained(key);
+    }
+
+    /// Gives a link's abandoned slices back once its local fence is complete.
+    pub(super) fn settle_if_drained(&mut self, key: u64) {
+        let drained = self
+            .links
+            .get_mut(key)
+            .is_some_and(|link| link.in_error && link.in_flight == 0);
+        if !drained {
+            return;
+        }
+        let Some(link) = self.links.remove(key) else {
+            return;
+        };
+        self.link_keys.remove(&link.endpoint);
+        let mut held: Vec<Arc<Transfer>> = Vec::new();
+        let mut stranded: Option<Arc<Transfer>> = None;
+        for (transfer, slice) in link.abandoned {
+            if transfer.spec().opcode == RdmaOpcode::Write {
+                // Before the slice is given back: its transfer cannot be finished until then.
+                transfer.hold();
+                held.push(Arc::clone(&transfer));
+            }
+            transfer.give_back(slice);
+            let repeated = stranded
+                .as_ref()
+                .is_some_and(|last| Arc::ptr_eq(last, &transfer));
+            if !repeated && transfer.has_work() {
+                self.unsent
+                    .push_back(Report::Stranded(Arc::clone(&transfer)));
+                stranded = Some(transfer);
+            }
+        }
+        self.unsent.push_back(Report::Drained {
+            endpoint: link.endpoint,
+            held,
+        });
+    }
+}
+
+/// Ends what a report would have asked for, once nobody hears it.
+pub(super) fn end(report: Report) {
+    match report {
+        Report::Stranded(transfer) => {
+            transfer.fail(TransferError::Closed);
+        }
+        Report::Drained { held, .. } => {
+            for transfer in held {
+                transfer.release();
+            }
+        }
+        Report::Connect(_) | Report::Broken { .. } => {}
+    }
+}

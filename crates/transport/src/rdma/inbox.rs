@@ -1,0 +1,174 @@
+//! What reaches a data thread, and what it reports.
+//!
+//! Every queue is bounded and lock-free. Deliberately not here: any waiting; who finds a queue
+//! full decides for itself.
+
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, OnceLock};
+use std::thread::Thread;
+
+use crossbeam::queue::ArrayQueue;
+use rerail_verbs::QueuePair;
+
+use super::rail::Rail;
+use super::transfer::Transfer;
+
+/// Transfers that may wait for a data thread, per NIC.
+pub const WORK_MAX: usize = 4096;
+
+/// Orders that may wait for a data thread, per NIC.
+pub const ORDERS_MAX: usize = 1024;
+
+/// A transfer that a NIC is to work on, over this rail.
+#[derive(Debug)]
+pub struct Work {
+    /// The transfer.
+    pub transfer: Arc<Transfer>,
+    /// The rail, which starts at the NIC.
+    pub rail: Arc<Rail>,
+    /// Bytes that the rail is expected to move of it, for the choice of rails.
+    pub share_bytes: u64,
+}
+
+impl Work {
+    /// Puts work into a rail's account until [`dequeue`](Self::dequeue).
+    pub fn queue(transfer: &Arc<Transfer>, rail: &Arc<Rail>, share_bytes: u64) -> Self {
+        rail.queued(share_bytes);
+        Self {
+            transfer: Arc::clone(transfer),
+            rail: Arc::clone(rail),
+            share_bytes,
+        }
+    }
+
+    /// The transfer, which the rail no longer has to work on.
+    pub fn dequeue(self) -> Arc<Transfer> {
+        self.rail.dequeued(self.share_bytes);
+        self.transfer
+    }
+}
+
+/// Names an endpoint between control and data thread; never used again within an engine.
+pub type EndpointKey = u64;
+
+/// Queue pairs of a connected endpoint, shared by its owner and the data thread.
+#[derive(Debug)]
+pub struct Pairs(pub Vec<QueuePair>);
+
+/// What the control side wants of a data thread.
+#[derive(Debug)]
+pub enum Order {
+    /// Work for the rail may be posted on these.
+    Attach {
+        /// The endpoint.
+        endpoint: EndpointKey,
+        /// Its rail.
+        rail: Arc<Rail>,
+        /// Its queue pairs, in RTS.
+        pairs: Arc<Pairs>,
+        /// Closed by the control side to stop posting without waiting for the thread.
+        gate: Arc<AtomicBool>,
+    },
+    /// Nothing is to be posted on the endpoint any more.
+    Detach(EndpointKey),
+    /// The endpoint's queue pairs are in ERR: report once all has come back.
+    AwaitDrain(EndpointKey),
+    /// The endpoint's queue pairs are destroyed: nothing will come back any more.
+    GiveUp(EndpointKey),
+    /// The rail could not be connected: give its work back.
+    Strand(Arc<Rail>),
+}
+
+/// What a data thread wants of the control side.
+#[derive(Debug)]
+pub enum Report {
+    /// There is work for a rail that is not connected.
+    Connect(Arc<Rail>),
+    /// An endpoint is broken; nothing more is posted on it.
+    Broken {
+        /// The endpoint.
+        endpoint: EndpointKey,
+        /// Why, in words.
+        cause: String,
+    },
+    /// All that was posted on the endpoint has come back, or was given up.
+    Drained {
+        /// The endpoint.
+        endpoint: EndpointKey,
+        /// Transfers whose abandoned writes may still be on the wire. Each is held once, and is
+        /// to be released when the endpoint is fenced at both ends.
+        held: Vec<Arc<Transfer>>,
+    },
+    /// A transfer that has slices to claim and no rail here.
+    Stranded(Arc<Transfer>),
+}
+
+/// The queues of one NIC.
+#[derive(Debug)]
+pub struct Inbox {
+    pub(super) work: ArrayQueue<Work>,
+    pub(super) orders: ArrayQueue<Order>,
+    wake: Arc<Wake>,
+}
+
+impl Inbox {
+    /// Empty queues in front of the thread that `wake` wakes.
+    pub fn new(wake: Arc<Wake>) -> Self {
+        Self {
+            work: ArrayQueue::new(WORK_MAX),
+            orders: ArrayQueue::new(ORDERS_MAX),
+            wake,
+        }
+    }
+
+    /// Hands work over, or gives it back when [`WORK_MAX`] transfers wait.
+    pub fn submit(&self, work: Work) -> Result<(), Work> {
+        self.work.push(work)?;
+        self.wake.wake();
+        Ok(())
+    }
+
+    /// Hands an order over, or gives it back when [`ORDERS_MAX`] wait.
+    pub fn order(&self, order: Order) -> Result<(), Order> {
+        self.orders.push(order)?;
+        self.wake.wake();
+        Ok(())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.work.is_empty() && self.orders.is_empty()
+    }
+}
+
+/// Wakes a data thread that has parked.
+#[derive(Debug, Default)]
+pub struct Wake {
+    parked: AtomicBool,
+    thread: OnceLock<Thread>,
+}
+
+impl Wake {
+    /// Wakes the thread if it has parked. What is to be found must be in a queue by now.
+    pub fn wake(&self) {
+        // Orders the push before the look at the mark, as `park` orders the mark before the look
+        // at the queues: one of the two sees the other.
+        fence(Ordering::SeqCst);
+        if self.parked.load(Ordering::Relaxed)
+            && self.parked.swap(false, Ordering::AcqRel)
+            && let Some(thread) = self.thread.get()
+        {
+            thread.unpark();
+        }
+    }
+
+    /// Parks the calling thread, the one that is woken, unless `is_idle` says otherwise.
+    pub(super) fn park(&self, limit: std::time::Duration, is_idle: impl Fn() -> bool) {
+        self.thread.get_or_init(std::thread::current);
+        self.parked.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        if is_idle() {
+            std::thread::park_timeout(limit);
+        }
+        self.parked.store(false, Ordering::Relaxed);
+    }
+}

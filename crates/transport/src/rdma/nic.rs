@@ -1,0 +1,202 @@
+//! A local NIC's port: its context, protection domain and completion queue, and what is known of
+//! the port.
+//!
+//! Deliberately not here: reading the port again after an event (the observer decides that, and
+//! tells [`Nic::set_facts`]), and the data thread.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use rerail_verbs::{
+    AccessFlags, CompletionQueue, Context, Device, DeviceAttr, Gid, HostMemory, LinkLayer,
+    MemoryRegion, Mtu, ProtectionDomain, VerbsError,
+};
+
+use super::config::RdmaConfig;
+use super::gid;
+use crate::TransportError;
+use crate::machine::ids::LocalNic;
+
+/// How long registering memory may take: pinning a terabyte takes minutes.
+const REGISTER_LIMIT: Duration = Duration::from_secs(600);
+
+/// How long any other verb may take at start.
+const OPEN_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a port is at the moment.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PortFacts {
+    /// The GID that we connect with.
+    pub gid: Gid,
+    /// Its index in the port's table.
+    pub gid_index: u32,
+    /// The port's LID; 0 on Ethernet.
+    pub lid: u16,
+    /// Largest path MTU: the port's active one, cut to the setting.
+    pub mtu: Mtu,
+    /// Speed in Mbit/s; 0 when not known.
+    pub speed_mbps: u32,
+    /// Link layer.
+    pub link_layer: LinkLayer,
+}
+
+/// A port of a device that is open. Shared by all threads.
+#[derive(Debug)]
+pub struct Nic {
+    index: LocalNic,
+    name: String,
+    port: u32,
+    attr: DeviceAttr,
+    gate: AtomicBool,
+    facts: ArcSwap<PortFacts>,
+    // Dropped in this order, though verbs would keep it right in any.
+    cq: CompletionQueue,
+    pd: ProtectionDomain,
+    context: Context,
+}
+
+impl Nic {
+    /// Opens `port` of `device` as number `index` of this engine's NICs, called `name` in records
+    /// and paths. Blocks; verbs run on the context's control thread.
+    ///
+    /// # Errors
+    ///
+    /// A verb failed, or the port is not active or has no usable GID.
+    pub fn open(
+        index: LocalNic,
+        device: &Device,
+        port: u32,
+        name: &str,
+        config: &RdmaConfig,
+    ) -> Result<Self, TransportError> {
+        let context = device.open()?;
+        let opened = context.clone();
+        let config = config.clone();
+        let cqe_max = config.cqe_max;
+        let pending = context.control().submit(move || {
+            let attr = opened.device_attr()?;
+            let facts = read_port(&opened, port, &config)?;
+            let pd = opened.alloc_pd()?;
+            let cq = opened.create_cq(cqe_max.min(attr.max_cqe))?;
+            Ok::<_, TransportError>((attr, facts, pd, cq))
+        })?;
+        let (attr, facts, pd, cq) = pending.wait_timeout(OPEN_LIMIT)??;
+        tracing::info!(
+            nic = name, port, gid = %facts.gid, gid_index = facts.gid_index,
+            mtu = facts.mtu.bytes(), speed_mbps = facts.speed_mbps, "NIC open"
+        );
+        Ok(Self {
+            index,
+            name: name.to_owned(),
+            port,
+            attr,
+            gate: AtomicBool::new(true),
+            facts: ArcSwap::from_pointee(facts),
+            cq,
+            pd,
+            context,
+        })
+    }
+
+    /// Position among this engine's NICs, and in the record's `devices[]`.
+    pub fn index(&self) -> LocalNic {
+        self.index
+    }
+
+    /// Name in records and NIC paths.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Port, from 1.
+    pub fn port(&self) -> u32 {
+        self.port
+    }
+
+    /// Limits of the device.
+    pub fn attr(&self) -> &DeviceAttr {
+        &self.attr
+    }
+
+    /// The open device.
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// The protection domain of all regions and queue pairs.
+    pub fn pd(&self) -> &ProtectionDomain {
+        &self.pd
+    }
+
+    /// Where all completions arrive.
+    pub fn cq(&self) -> &CompletionQueue {
+        &self.cq
+    }
+
+    /// What the port is at the moment.
+    pub fn facts(&self) -> Arc<PortFacts> {
+        self.facts.load_full()
+    }
+
+    /// Takes in a new reading of the port: endpoints made from now on use it.
+    pub fn set_facts(&self, facts: PortFacts) {
+        self.facts.store(Arc::new(facts));
+    }
+
+    /// Whether work may be posted. Looked at before each post.
+    pub fn is_gate_open(&self) -> bool {
+        self.gate.load(Ordering::Acquire)
+    }
+
+    /// Opens or closes the gate. Takes effect before the next post, whatever thread that is on.
+    pub fn set_gate(&self, open: bool) {
+        self.gate.store(open, Ordering::Release);
+    }
+
+    /// Registers `length` bytes of `memory` from `offset` on the control thread. Blocks.
+    pub fn register(
+        &self,
+        memory: &HostMemory,
+        offset: usize,
+        length: usize,
+        access: AccessFlags,
+    ) -> Result<MemoryRegion, VerbsError> {
+        let (pd, memory) = (self.pd.clone(), memory.clone());
+        let pending = self
+            .context
+            .control()
+            .submit(move || pd.register(&memory, offset, length, access))?;
+        pending.wait_timeout(REGISTER_LIMIT)?
+    }
+}
+
+fn read_port(
+    context: &Context,
+    port: u32,
+    config: &RdmaConfig,
+) -> Result<PortFacts, TransportError> {
+    let unusable = |reason: String| TransportError::Port {
+        device: context.name().to_owned(),
+        port,
+        reason,
+    };
+    let attr = context.port_attr(port)?;
+    if !attr.state.is_active() {
+        return Err(unusable(format!("it is {}, not ACTIVE", attr.state)));
+    }
+    let table = context.gid_table(port)?;
+    let row = gid::choose(&table, attr.link_layer, config.gid_index).map_err(unusable)?;
+    let mtu = attr
+        .active_mtu
+        .ok_or_else(|| unusable("its active MTU is unknown".into()))?;
+    Ok(PortFacts {
+        gid: row.gid,
+        gid_index: row.index,
+        lid: attr.lid,
+        mtu: mtu.min(config.mtu_max),
+        speed_mbps: attr.speed_mbps(),
+        link_layer: attr.link_layer,
+    })
+}

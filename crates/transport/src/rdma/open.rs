@@ -1,0 +1,84 @@
+//! Which ports are opened, and under which names.
+
+use std::sync::Arc;
+
+use rerail_verbs::{Device, DeviceList};
+
+use super::config::RdmaConfig;
+use super::nic::Nic;
+use crate::TransportError;
+use crate::machine::ids::LocalNic;
+
+/// Ports that are looked at on a device that does not say how many it has.
+const PORTS_MAX: u32 = 254;
+
+/// Opens the ports that `wanted` names, or all that can be used when it names none.
+pub(super) fn open_nics(
+    list: &DeviceList,
+    wanted: &[String],
+    config: &RdmaConfig,
+) -> Result<Vec<Arc<Nic>>, TransportError> {
+    let mut nics: Vec<Arc<Nic>> = Vec::new();
+    for wish in wanted {
+        let (device, port) = find(list, wish)?;
+        let name = name(&nics, device.name(), port);
+        let index = LocalNic(nics.len() as u32);
+        nics.push(Arc::new(Nic::open(index, device, port, &name, config)?));
+    }
+    if !wanted.is_empty() {
+        return Ok(nics);
+    }
+    let mut last_error = None;
+    for device in list.devices() {
+        // The first port has the device's name. A device is asked for its further ports once one
+        // is open.
+        let mut ports = 1;
+        let mut port = 1;
+        while port <= ports {
+            let name = name(&nics, device.name(), port);
+            match Nic::open(LocalNic(nics.len() as u32), device, port, &name, config) {
+                Ok(nic) => {
+                    ports = nic.attr().phys_port_cnt.min(PORTS_MAX);
+                    nics.push(Arc::new(nic));
+                }
+                Err(error) => {
+                    tracing::warn!(device = device.name(), port, %error, "port left out");
+                    last_error = Some(error);
+                }
+            }
+            port += 1;
+        }
+    }
+    if nics.is_empty() {
+        return Err(last_error.unwrap_or_else(|| TransportError::UnknownDevice {
+            device: "at all".into(),
+            available: list.to_string(),
+        }));
+    }
+    Ok(nics)
+}
+
+/// The device of a wish `name` or `name:port`, and the port.
+fn find<'a>(list: &'a DeviceList, wish: &str) -> Result<(&'a Device, u32), TransportError> {
+    if let Some(device) = list.find(wish) {
+        return Ok((device, 1));
+    }
+    let with_port = wish.rsplit_once(':').and_then(|(name, port)| {
+        let device = list.find(name)?;
+        let port = port.parse().ok().filter(|port| *port > 0)?;
+        Some((device, port))
+    });
+    with_port.ok_or_else(|| TransportError::UnknownDevice {
+        device: wish.to_owned(),
+        available: list.to_string(),
+    })
+}
+
+/// The device's name for its first used port, `<device>:<port>` for each further one.
+fn name(nics: &[Arc<Nic>], device: &str, port: u32) -> String {
+    if nics.iter().any(|nic| nic.context().name() == device) {
+        format!("{device}:{port}")
+    } else {
+        device.to_owned()
+    }
+}

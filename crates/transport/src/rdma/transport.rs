@@ -1,0 +1,181 @@
+//! The transport as a whole.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rerail_verbs::{AccessFlags, DeviceList, HostMemory, VerbsError};
+use tokio::runtime;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::config::RdmaConfig;
+use super::connector::{Connector, Identity};
+use super::data_thread::{Clock, DataThread};
+use super::driver::Driver;
+use super::endpoint::Offer;
+use super::inbox::{Inbox, Wake};
+use super::memory::RegisteredMemory;
+use super::nic::Nic;
+use super::rail::{Peer, PeerSpec};
+use super::router::Router;
+use super::signaling::Signaling;
+use super::transfer::{OnFinished, Transfer, TransferSpec};
+use crate::TransportError;
+
+/// Reports of data threads that may wait for the control runtime.
+const REPORTS_MAX: usize = 4096;
+
+/// How long closing waits for endpoints to be fenced.
+const CLOSE_LIMIT: Duration = Duration::from_secs(3);
+
+/// NICs, endpoints and threads of one engine.
+pub struct RdmaTransport {
+    config: RdmaConfig,
+    clock: Clock,
+    identity: Identity,
+    nics: Vec<Arc<Nic>>,
+    connector: Connector,
+    router: Arc<Router>,
+    dispatcher: JoinHandle<()>,
+    // Last, so that data threads outlive whatever may still hand them something.
+    threads: Vec<DataThread>,
+}
+
+impl RdmaTransport {
+    /// Opens NICs and starts their threads. `wanted` names devices, as `name` (its first active
+    /// port) or `name:port`; none means every active port of every device.
+    ///
+    /// # Errors
+    ///
+    /// A device or port that was asked for does not exist or cannot be used; without a wish, no
+    /// port can be used at all.
+    pub fn open(
+        devices: &DeviceList,
+        wanted: &[String],
+        config: RdmaConfig,
+        clock: Clock,
+        identity: Identity,
+        signaling: Arc<dyn Signaling>,
+        runtime: runtime::Handle,
+    ) -> Result<Self, TransportError> {
+        let nics = super::open::open_nics(devices, wanted, &config)?;
+        let (reporter, reports) = mpsc::channel(REPORTS_MAX);
+        let threads_max = std::thread::available_parallelism().map_or(1, usize::from) / 2;
+        let threads_count = nics.len().min(threads_max.max(1));
+        let wakes: Vec<_> = (0..threads_count)
+            .map(|_| Arc::new(Wake::default()))
+            .collect();
+        let inboxes: Vec<_> = (0..nics.len())
+            .map(|nic| Arc::new(Inbox::new(Arc::clone(&wakes[nic % threads_count]))))
+            .collect();
+        let mut drivers: Vec<Vec<Driver>> = (0..threads_count).map(|_| Vec::new()).collect();
+        for (index, nic) in nics.iter().enumerate() {
+            drivers[index % threads_count].push(Driver::new(
+                Arc::clone(nic),
+                Arc::clone(&inboxes[index]),
+                reporter.clone(),
+                &config,
+                clock.now(),
+            ));
+        }
+        let threads = drivers
+            .into_iter()
+            .zip(wakes)
+            .zip(&nics)
+            .map(|((drivers, wake), nic)| DataThread::start(nic.name(), drivers, wake, clock))
+            .collect::<Result<Vec<_>, _>>()?;
+        let connector = Connector::new(
+            config.clone(),
+            clock,
+            identity.clone(),
+            nics.clone(),
+            inboxes.clone(),
+            signaling,
+            runtime.clone(),
+        );
+        let router = Arc::new(Router::new(nics.clone(), inboxes, connector.clone(), clock));
+        let dispatcher = runtime.spawn(Arc::clone(&router).run(reports));
+        Ok(Self {
+            config,
+            clock,
+            identity,
+            nics,
+            connector,
+            router,
+            dispatcher,
+            threads,
+        })
+    }
+
+    /// Its settings.
+    pub fn config(&self) -> &RdmaConfig {
+        &self.config
+    }
+
+    /// Its clock: time limits of transfers are times of it.
+    pub fn clock(&self) -> Clock {
+        self.clock
+    }
+
+    /// Who it is to peers.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// Its NICs, in the order of the record's `devices[]`.
+    pub fn nics(&self) -> &[Arc<Nic>] {
+        &self.nics
+    }
+
+    /// Its endpoints.
+    pub fn connector(&self) -> &Connector {
+        &self.connector
+    }
+
+    /// A peer, with a rail from each NIC to each of its NICs.
+    pub fn peer(&self, spec: PeerSpec) -> Arc<Peer> {
+        let names: Vec<String> = self.nics.iter().map(|nic| nic.name().to_owned()).collect();
+        Peer::new(spec, &names)
+    }
+
+    /// Registers memory with every NIC, or none. Blocks.
+    pub fn register(
+        &self,
+        memory: &HostMemory,
+        access: AccessFlags,
+    ) -> Result<RegisteredMemory, VerbsError> {
+        RegisteredMemory::register(&self.nics, memory, access, self.config.mr_bytes_max)
+    }
+
+    /// Starts a transfer. Never blocks; `on_finished` is told once it is over.
+    pub fn submit(&self, spec: TransferSpec, on_finished: Arc<dyn OnFinished>) -> Arc<Transfer> {
+        let transfer = Transfer::new(spec, on_finished);
+        self.router.route(Arc::clone(&transfer));
+        transfer
+    }
+
+    /// Takes a peer's Connection message and returns the answer, or the reason to refuse.
+    pub async fn accept(&self, offer: Offer) -> Result<Offer, String> {
+        self.connector.accept(offer).await
+    }
+
+    /// Closes all endpoints and waits until they are fenced, for a few seconds at most.
+    ///
+    /// Transfers that are not finished then fail as `Closed` once the transport is dropped.
+    pub fn close(&self) {
+        let begin = Instant::now();
+        self.connector.close_all(None, "the engine was closed");
+        while self.connector.endpoints() > 0 && begin.elapsed() < CLOSE_LIMIT {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Drop for RdmaTransport {
+    fn drop(&mut self) {
+        self.threads.clear();
+        // With the data threads gone, its channel is closed and it ends by itself; a runtime that
+        // is being shut down may never run it again.
+        self.dispatcher.abort();
+    }
+}
