@@ -44,14 +44,15 @@ impl Context {
         fork::watch();
         let opener = control.clone();
         let device = device.clone();
-        let pending = control.submit(move || match device.open() {
+        let submitted = control.submit(move || match device.open() {
             // Owned at once: when nobody waits any more, it is closed.
             Ok(raw) => Ok(Owned::new(raw, &opener)),
             Err(errno) => {
                 opener.destroy(backend::Doomed::NotOpened);
                 Err(errno)
             }
-        })?;
+        });
+        let pending = submitted.inspect_err(|_| control.destroy(backend::Doomed::NotOpened))?;
         let raw = pending
             .wait_timeout(limit)?
             .map_err(|errno| verb_error("ibv_open_device", name, None, errno))?;

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
@@ -233,9 +233,10 @@ impl ControlThread {
             device: Arc::clone(&self.shared.device),
             jobs_max: JOBS_MAX,
         })?;
+        fence(Ordering::SeqCst);
         if self.is_closed() {
             // The thread ended between the two looks. It sets the flag before it empties the
-            // queues, so that either it or this drops the job.
+            // queues, and the fences order that, so that either it or this drops the job.
             self.shared.drop_jobs();
             return Err(closed());
         }
@@ -275,6 +276,7 @@ impl Shared {
             }
         }
         self.closed.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
         self.drop_jobs();
     }
 

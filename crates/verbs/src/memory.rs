@@ -44,7 +44,8 @@ pub enum Pages {
     /// Ordinary pages.
     #[default]
     Normal,
-    /// Huge pages of 2 MiB from the reserved pool (`MAP_HUGETLB`).
+    /// Huge pages of 2 MiB from the reserved pool (`MAP_HUGETLB`). To register them on kernels
+    /// before 5.12, libibverbs wants `RDMAV_HUGEPAGES_SAFE=1` in the environment.
     Huge2M,
 }
 
@@ -146,25 +147,31 @@ impl HostMemory {
     /// Copies `bytes` into the memory at `offset`.
     ///
     /// A peer or another thread that writes the same bytes at the same time leaves a mixture of
-    /// both, never undefined behaviour.
+    /// both, never undefined behaviour. Bytes beside them are not disturbed.
     pub fn copy_in(&self, offset: usize, bytes: &[u8]) -> Result<(), OutOfBounds> {
         let start = self.pointer(offset, bytes.len())?;
-        let (head, words) = split(start, bytes.len());
-        for (index, byte) in bytes[..head].iter().enumerate() {
-            self.byte(start, index).store(*byte, Ordering::Relaxed);
+        let cut = self.cut(start, bytes.len());
+        let (head, rest) = bytes.split_at(cut.head);
+        let (first, rest) = rest.split_at(cut.first);
+        let (words, rest) = rest.split_at(8 * cut.words);
+        let (last, tail) = rest.split_at(cut.last);
+        self.store_bytes(start, head);
+        let mut place = start.wrapping_add(cut.head);
+        if !first.is_empty() {
+            let within = place.addr() % 8;
+            self.store_part(place.wrapping_sub(within), within, first);
+            place = place.wrapping_add(first.len());
         }
-        let mut chunks = bytes[head..].chunks_exact(8);
-        for (index, chunk) in chunks.by_ref().take(words).enumerate() {
-            let mut word = [0; 8];
-            word.copy_from_slice(chunk);
-            self.word(start, head + 8 * index)
-                .store(u64::from_ne_bytes(word), Ordering::Relaxed);
+        for (index, chunk) in words.as_chunks::<8>().0.iter().enumerate() {
+            let word = self.word(place.wrapping_add(8 * index));
+            word.store(u64::from_ne_bytes(*chunk), Ordering::Relaxed);
         }
-        let tail = head + 8 * words;
-        for (index, byte) in bytes[tail..].iter().enumerate() {
-            self.byte(start, tail + index)
-                .store(*byte, Ordering::Relaxed);
+        place = place.wrapping_add(words.len());
+        if !last.is_empty() {
+            self.store_part(place, 0, last);
+            place = place.wrapping_add(last.len());
         }
+        self.store_bytes(place, tail);
         Ok(())
     }
 
@@ -172,18 +179,32 @@ impl HostMemory {
     /// same time it may see any mixture.
     pub fn copy_out(&self, offset: usize, bytes: &mut [u8]) -> Result<(), OutOfBounds> {
         let start = self.pointer(offset, bytes.len())?;
-        let (head, words) = split(start, bytes.len());
-        for (index, byte) in bytes[..head].iter_mut().enumerate() {
-            *byte = self.byte(start, index).load(Ordering::Relaxed);
+        let cut = self.cut(start, bytes.len());
+        let (head, rest) = bytes.split_at_mut(cut.head);
+        let (first, rest) = rest.split_at_mut(cut.first);
+        let (words, rest) = rest.split_at_mut(8 * cut.words);
+        let (last, tail) = rest.split_at_mut(cut.last);
+        self.load_bytes(start, head);
+        let mut place = start.wrapping_add(cut.head);
+        if !first.is_empty() {
+            let within = place.addr() % 8;
+            let word = self
+                .word(place.wrapping_sub(within))
+                .load(Ordering::Relaxed);
+            first.copy_from_slice(&word.to_ne_bytes()[within..within + first.len()]);
+            place = place.wrapping_add(first.len());
         }
-        for (index, chunk) in bytes[head..].chunks_exact_mut(8).take(words).enumerate() {
-            let word = self.word(start, head + 8 * index).load(Ordering::Relaxed);
-            chunk.copy_from_slice(&word.to_ne_bytes());
+        for (index, chunk) in words.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            let word = self.word(place.wrapping_add(8 * index));
+            *chunk = word.load(Ordering::Relaxed).to_ne_bytes();
         }
-        let tail = head + 8 * words;
-        for (index, byte) in bytes[tail..].iter_mut().enumerate() {
-            *byte = self.byte(start, tail + index).load(Ordering::Relaxed);
+        place = place.wrapping_add(words.len());
+        if !last.is_empty() {
+            let word = self.word(place).load(Ordering::Relaxed);
+            last.copy_from_slice(&word.to_ne_bytes()[..last.len()]);
+            place = place.wrapping_add(last.len());
         }
+        self.load_bytes(place, tail);
         Ok(())
     }
 
@@ -224,24 +245,84 @@ impl HostMemory {
         Ok((self.range.addr.get() + offset) as *mut u8)
     }
 
-    /// The byte at `start + index`, where `start` came from `pointer` for a range that holds it.
-    fn byte(&self, start: *mut u8, index: usize) -> &AtomicU8 {
-        // SAFETY: the byte lies in the checked range, which lives as long as `self`; all access
-        // from Rust is atomic, and whoever else writes is outside the abstract machine.
-        unsafe { AtomicU8::from_ptr(start.add(index)) }
+    /// Cuts `length` bytes at `start`, which came from `pointer`, into pieces of one access each.
+    ///
+    /// Which access reaches a byte depends on the memory alone, not on the call: aligned words
+    /// that lie wholly inside the memory are only ever accessed as words, the few bytes around
+    /// them only ever singly. Accesses of different sizes to the same byte at the same time would
+    /// be a data race, even though they are atomic.
+    fn cut(&self, start: *mut u8, length: usize) -> Cut {
+        let memory = self.range.addr.get();
+        let words_begin = memory.next_multiple_of(8);
+        let words_end = ((memory + self.range.length) / 8 * 8).max(words_begin);
+        let (begin, end) = (start.addr(), start.addr() + length);
+        let head = words_begin.clamp(begin, end) - begin;
+        let tail = end - words_end.clamp(begin, end);
+        let inner_begin = begin + head;
+        let inner = length - head - tail;
+        let first = ((8 - inner_begin % 8) % 8).min(inner);
+        Cut {
+            head,
+            first,
+            words: (inner - first) / 8,
+            last: (inner - first) % 8,
+        }
     }
 
-    /// The aligned word at `start + index`, under the same rule.
-    fn word(&self, start: *mut u8, index: usize) -> &AtomicU64 {
-        // SAFETY: as in `byte`; `split` made the word aligned to 8 bytes and wholly inside.
-        unsafe { AtomicU64::from_ptr(start.add(index).cast()) }
+    fn store_bytes(&self, place: *mut u8, bytes: &[u8]) {
+        for (index, byte) in bytes.iter().enumerate() {
+            self.byte(place.wrapping_add(index))
+                .store(*byte, Ordering::Relaxed);
+        }
+    }
+
+    fn load_bytes(&self, place: *mut u8, bytes: &mut [u8]) {
+        for (index, byte) in bytes.iter_mut().enumerate() {
+            *byte = self.byte(place.wrapping_add(index)).load(Ordering::Relaxed);
+        }
+    }
+
+    /// Replaces some bytes of the aligned word at `place`, from its byte `within` on. The exchange
+    /// fails and is tried again when others write the rest meanwhile: threads, and devices too,
+    /// since their writes are coherent with the caches.
+    fn store_part(&self, place: *mut u8, within: usize, bytes: &[u8]) {
+        let replace = |word: u64| {
+            let mut word = word.to_ne_bytes();
+            word[within..within + bytes.len()].copy_from_slice(bytes);
+            Some(u64::from_ne_bytes(word))
+        };
+        // Always `Ok`, for `replace` always gives a word.
+        let _ = self
+            .word(place)
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, replace);
+    }
+
+    /// The byte at `place`, which lies inside the memory and in none of its words.
+    fn byte(&self, place: *mut u8) -> &AtomicU8 {
+        // SAFETY: the byte lies in the memory, which lives as long as `self`. All access from Rust
+        // is by atomics of this size, as `cut` decides; whoever else writes is outside the
+        // abstract machine.
+        unsafe { AtomicU8::from_ptr(place) }
+    }
+
+    /// The word at `place`, which is aligned and lies wholly inside the memory.
+    fn word(&self, place: *mut u8) -> &AtomicU64 {
+        // SAFETY: as in `byte`, and `cut` has made it aligned to 8 bytes.
+        unsafe { AtomicU64::from_ptr(place.cast()) }
     }
 }
 
-/// Bytes before the first aligned word, and whole words after them, of `length` bytes at `start`.
-fn split(start: *mut u8, length: usize) -> (usize, usize) {
-    let head = start.align_offset(8).min(length);
-    (head, (length - head) / 8)
+/// Pieces of an access, in order. What follows `last` are single bytes again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Cut {
+    /// Single bytes before the memory's first word.
+    head: usize,
+    /// Bytes of a word of which the beginning is not wanted.
+    first: usize,
+    /// Whole words.
+    words: usize,
+    /// Bytes of a word of which the end is not wanted.
+    last: usize,
 }
 
 impl fmt::Debug for HostMemory {
@@ -267,53 +348,4 @@ impl Drop for Range {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_come_back_at_every_alignment() {
-        let memory = HostMemory::allocate(4096).expect("a page can be mapped");
-        let pattern: Vec<u8> = (0..64).map(|byte| byte as u8 ^ 0xa5).collect();
-        for offset in 0..17 {
-            for length in 0..40 {
-                memory.copy_in(0, &[0; 128]).expect("inside");
-                memory.copy_in(offset, &pattern[..length]).expect("inside");
-                let mut whole = [1; 128];
-                memory.copy_out(0, &mut whole).expect("inside");
-                assert_eq!(whole[offset..offset + length], pattern[..length]);
-                assert!(
-                    whole[..offset]
-                        .iter()
-                        .chain(&whole[offset + length..])
-                        .all(|b| *b == 0)
-                );
-            }
-        }
-    }
-
-    #[test]
-    fn access_out_of_bounds_is_refused() {
-        let memory = HostMemory::allocate(100).expect("a page can be mapped");
-        assert!(memory.copy_in(100, &[]).is_ok());
-        assert!(memory.copy_in(100, &[0]).is_err());
-        assert!(memory.copy_out(usize::MAX, &mut [0; 2]).is_err());
-        assert_eq!(memory.offset_of(memory.addr() + 99, 1), Some(99));
-        assert_eq!(memory.offset_of(memory.addr() + 99, 2), None);
-        assert_eq!(memory.offset_of(memory.addr() - 1, 1), None);
-        assert!(HostMemory::allocate(0).is_err());
-    }
-
-    #[test]
-    fn descriptors_read_and_write_the_memory_itself() {
-        use std::os::fd::AsFd;
-        let (left, right) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
-        let memory = HostMemory::allocate(4096).expect("a page can be mapped");
-        memory.copy_in(8, b"across").expect("inside");
-        assert_eq!(memory.send_to(8, 6, left.as_fd()).expect("sent"), 6);
-        assert_eq!(memory.read_from(100, 6, right.as_fd()).expect("read"), 6);
-        let mut back = [0; 6];
-        memory.copy_out(100, &mut back).expect("inside");
-        assert_eq!(&back, b"across");
-        assert!(memory.read_from(4090, 7, right.as_fd()).is_err());
-    }
-}
+mod tests;

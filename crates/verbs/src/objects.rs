@@ -39,7 +39,7 @@ impl ObjectTable {
         };
         slots.by_key.insert(key, index);
         Registration {
-            table: Self::clone_arc(self),
+            table: Arc::clone(self),
             id,
         }
     }
@@ -62,7 +62,10 @@ impl ObjectTable {
             slot.0 = next;
             slots.free.push(id.index);
         }
-        if let Some(key) = key {
+        // Unless a newer object has the key already.
+        if let Some(key) = key
+            && slots.by_key.get(&key) == Some(&id.index)
+        {
             slots.by_key.remove(&key);
         }
     }
@@ -70,10 +73,6 @@ impl ObjectTable {
     fn lock(&self) -> MutexGuard<'_, Slots> {
         // No code that can panic runs under the lock, so a poisoned one is whole.
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn clone_arc(table: &Arc<Self>) -> Arc<Self> {
-        Arc::clone(table)
     }
 }
 

@@ -19,6 +19,9 @@ use crate::{
 /// Longest GID table that is believed, rows of all ports together.
 const GID_ROWS_MAX: usize = 1 << 16;
 
+/// Signals that may interrupt the reading of one event before the caller is told.
+const INTERRUPTIONS_MAX: u32 = 100;
+
 /// `struct ibv_context`.
 #[derive(Debug)]
 pub(crate) struct Context {
@@ -126,15 +129,21 @@ impl Context {
 
     fn gid_rows_one_by_one(&self, port: u32, rows: u32) -> BackendResult<Vec<ffi::ibv_gid_entry>> {
         let mut found = Vec::new();
+        let mut oddity = None;
         for index in 0..rows.min(GID_ROWS_MAX as u32) {
             // SAFETY: the context is open.
             match unsafe { ffi::query_gid_ex(self.raw.as_ptr(), port, index) } {
                 Ok(row) => found.push(row),
-                Err(Errno(libc::ENODATA | libc::EINVAL | libc::ENOENT)) => {}
+                Err(Errno(libc::ENODATA)) => {}
+                // What sysfs says of an empty slot, but also of things that are wrong.
+                Err(errno @ Errno(libc::EINVAL | libc::ENOENT)) => oddity = Some(errno),
                 Err(errno) => return Err(errno),
             }
         }
-        Ok(found)
+        match oddity {
+            Some(errno) if found.is_empty() => Err(errno),
+            _ => Ok(found),
+        }
     }
 
     pub(crate) fn pkey(&self, port: u32, index: u16) -> BackendResult<u16> {
@@ -190,6 +199,7 @@ impl Context {
 
     pub(crate) fn next_event(&self, objects: &ObjectTable) -> BackendResult<Option<AsyncEvent>> {
         let mut event = ffi::RawAsyncEvent::default();
+        let mut interruptions = 0;
         loop {
             ffi::clear_errno();
             // SAFETY: the context is open, and `event` has the layout of what is written. The
@@ -200,7 +210,7 @@ impl Context {
                 break;
             }
             match ffi::last_errno() {
-                Errno(libc::EINTR) => {}
+                Errno(libc::EINTR) if interruptions < INTERRUPTIONS_MAX => interruptions += 1,
                 Errno(libc::EAGAIN) => return Ok(None),
                 errno => return Err(errno),
             }
