@@ -3,11 +3,11 @@
 //!
 //! Start at [`connect`] for a store from a URL, and at [`descriptor`] for the documents.
 
-#[cfg(any(feature = "http", feature = "redis", feature = "etcd"))]
 mod backoff;
 pub mod conformance;
 pub mod descriptor;
 mod error;
+mod follow;
 #[cfg(feature = "http")]
 mod http;
 mod keys;
@@ -20,11 +20,12 @@ mod store;
 mod url;
 
 pub use error::MetadataError;
+pub use follow::{Change, Follow};
 #[cfg(feature = "http")]
 pub use http::HttpStore;
 pub use keys::KeySpace;
 pub use memory::MemoryStore;
-pub use options::{StoreOptions, connect};
+pub use options::{StoreOptions, TlsFiles, connect};
 pub use secret::Secret;
 pub use store::{
     Capabilities, LeaseId, MetadataStore, Record, Result, Version, WATCH_QUEUE_MAX, Watch,

@@ -4,17 +4,23 @@
 //! Commands write to a locked stdout with `writeln!(out, …)?`, never with `println!`, which panics
 //! when the reader has gone. Logs and errors go to stderr. Deliberately not here: any work.
 
+mod metadata;
+
 use std::process::ExitCode;
 
 use clap::Subcommand;
 
 /// What the program can do.
 #[derive(Subcommand)]
-pub(crate) enum Command {}
+pub(crate) enum Command {
+    Metadata(metadata::Args),
+}
 
 impl Command {
     /// Runs the command.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
-        match self {}
+        match self {
+            Self::Metadata(args) => metadata::run(args),
+        }
     }
 }
