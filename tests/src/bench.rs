@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 
-use crate::child::{self, Job, Server};
+use crate::child::{self, Job, Process, Server};
 
 /// How long a target may take until it is ready. The guest emulates its processors.
 const READY_WITHIN: Duration = Duration::from_secs(30);
@@ -133,8 +133,8 @@ impl Target {
     }
 
     /// The process.
-    pub fn server(&mut self) -> &mut Server {
-        &mut self.server
+    pub fn process(&mut self) -> &mut Process {
+        self.server.process()
     }
 
     /// Ends it with SIGTERM.

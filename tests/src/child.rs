@@ -54,7 +54,7 @@ pub fn stdout_within(command: Command, limit: Duration) -> Result<String> {
 
 /// A child that works on while its output is gathered; killed with this value.
 pub struct Job {
-    child: Bound,
+    process: Process,
     shown: String,
     stdout: JoinHandle<Vec<u8>>,
     stderr: JoinHandle<Vec<u8>>,
@@ -67,17 +67,12 @@ impl Job {
     /// If it cannot be started.
     pub fn start(mut command: Command) -> Result<Self> {
         let shown = format!("{command:?}");
-        let child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("cannot start {shown}"))?;
-        let mut child = Bound(child);
-        let stdout = child.0.stdout.take().context("the child has no stdout")?;
-        let stderr = child.0.stderr.take().context("the child has no stderr")?;
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut process = Process::start(command)?;
+        let stdout = process.0.stdout.take().context("the child has no stdout")?;
+        let stderr = process.0.stderr.take().context("the child has no stderr")?;
         Ok(Self {
-            child,
+            process,
             shown,
             stdout: gather(stdout),
             stderr: gather(stderr),
@@ -93,7 +88,7 @@ impl Job {
     /// Its process id, for signals.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.child.0.id()
+        self.process.0.id()
     }
 
     /// Waits for its end, or kills it after `limit`.
@@ -101,10 +96,10 @@ impl Job {
     /// # Errors
     /// As [`output_within`].
     pub fn output_within(mut self, limit: Duration) -> Result<Output> {
-        let status = self.child.wait_within(limit)?;
+        let status = self.process.wait_within(limit)?;
         if status.is_none() {
-            self.child.0.kill()?;
-            self.child.0.wait()?;
+            self.process.0.kill()?;
+            self.process.0.wait()?;
         }
         let stdout = self.stdout.join().unwrap_or_default();
         let stderr = self.stderr.join().unwrap_or_default();
@@ -152,7 +147,7 @@ fn gather(mut stream: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
 
 /// A server: started, waited for until it says that it is ready, ended with this value.
 pub struct Server {
-    child: Bound,
+    process: Process,
     ready: String,
 }
 
@@ -164,13 +159,9 @@ impl Server {
     /// If it ends, closes its stdout or stays silent for `limit`.
     pub fn start(mut command: Command, ready: &str, limit: Duration) -> Result<Self> {
         let shown = format!("{command:?}");
-        let child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("cannot start {shown}"))?;
-        let mut child = Bound(child);
-        let stdout = child.0.stdout.take().context("the pipe is missing")?;
+        command.stdout(Stdio::piped());
+        let mut process = Process::start(command)?;
+        let stdout = process.0.stdout.take().context("the pipe is missing")?;
         let (send, lines) = mpsc::channel();
         std::thread::spawn(move || {
             // Goes on to the end of the stream, so that a talkative server never blocks.
@@ -185,7 +176,12 @@ impl Server {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match lines.recv_timeout(left) {
-                Ok(line) if line.starts_with(ready) => return Ok(Self { child, ready: line }),
+                Ok(line) if line.starts_with(ready) => {
+                    return Ok(Self {
+                        process,
+                        ready: line,
+                    });
+                }
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     bail!(
@@ -194,7 +190,7 @@ impl Server {
                     )
                 }
                 Err(mpsc::RecvTimeoutError::Disconnected) => {
-                    let status = child.wait_within(Duration::from_secs(1))?;
+                    let status = process.wait_within(Duration::from_secs(1))?;
                     bail!("{shown} ended before it was ready: {status:?}")
                 }
             }
@@ -207,10 +203,39 @@ impl Server {
         &self.ready
     }
 
+    /// The process.
+    pub fn process(&mut self) -> &mut Process {
+        &mut self.process
+    }
+
+    /// Sends SIGTERM and waits.
+    ///
+    /// # Errors
+    /// As [`Process::terminate`].
+    pub fn terminate(self, limit: Duration) -> Result<ExitStatus> {
+        self.process.terminate(limit)
+    }
+}
+
+/// A child that is killed when this value goes.
+pub struct Process(Child);
+
+impl Process {
+    /// Starts `command` without stdin.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(mut command: Command) -> Result<Self> {
+        let child = command.stdin(Stdio::null()).spawn();
+        Ok(Self(
+            child.with_context(|| format!("cannot start {command:?}"))?,
+        ))
+    }
+
     /// Its process id, for signals.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.child.0.id()
+        self.0.id()
     }
 
     /// Whether it still runs.
@@ -218,32 +243,14 @@ impl Server {
     /// # Errors
     /// If the system cannot tell.
     pub fn is_running(&mut self) -> Result<bool> {
-        Ok(self.child.0.try_wait()?.is_none())
+        Ok(self.0.try_wait()?.is_none())
     }
 
-    /// Sends SIGTERM and waits.
+    /// Its exit status, or `None` if it still runs after `limit`.
     ///
     /// # Errors
-    /// If it has not ended after `limit`; it is killed then.
-    pub fn terminate(mut self, limit: Duration) -> Result<ExitStatus> {
-        let status = Command::new("kill")
-            .arg("-TERM")
-            .arg(self.pid().to_string())
-            .status()?;
-        if !status.success() {
-            bail!("no process {} to terminate: it ended before", self.pid());
-        }
-        let status = self.child.wait_within(limit)?;
-        status.with_context(|| format!("still running {} s after SIGTERM", limit.as_secs()))
-    }
-}
-
-/// A child that is killed when this value goes.
-struct Bound(Child);
-
-impl Bound {
-    /// Its exit status, or `None` if it still runs after `limit`.
-    fn wait_within(&mut self, limit: Duration) -> Result<Option<ExitStatus>> {
+    /// If the system cannot tell.
+    pub fn wait_within(&mut self, limit: Duration) -> Result<Option<ExitStatus>> {
         let deadline = Instant::now() + limit;
         loop {
             if let Some(status) = self.0.try_wait()? {
@@ -255,9 +262,25 @@ impl Bound {
             std::thread::sleep(TICK);
         }
     }
+
+    /// Sends SIGTERM and waits.
+    ///
+    /// # Errors
+    /// If it has ended before, or does not end within `limit`; it is killed then.
+    pub fn terminate(mut self, limit: Duration) -> Result<ExitStatus> {
+        let status = Command::new("kill")
+            .arg("-TERM")
+            .arg(self.pid().to_string())
+            .status()?;
+        if !status.success() {
+            bail!("no process {} to terminate: it ended before", self.pid());
+        }
+        let status = self.wait_within(limit)?;
+        status.with_context(|| format!("still running {} s after SIGTERM", limit.as_secs()))
+    }
 }
 
-impl Drop for Bound {
+impl Drop for Process {
     fn drop(&mut self) {
         // Both fail only if it has been waited for already.
         let _ = self.0.kill();
@@ -293,7 +316,7 @@ mod tests {
         let mut server =
             Server::start(shell(script), "ready ", Duration::from_secs(10)).expect("ready");
         assert_eq!(server.ready_line(), "ready x rpc=1:2");
-        assert!(server.is_running().expect("a status"));
+        assert!(server.process().is_running().expect("a status"));
         assert!(
             !server
                 .terminate(Duration::from_secs(10))

@@ -9,3 +9,5 @@
 pub mod bench;
 pub mod child;
 pub mod guest;
+pub mod interop;
+pub mod store;

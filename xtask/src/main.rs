@@ -6,8 +6,11 @@
 
 mod artifacts;
 mod ci;
+mod consumers;
+mod cpp_engine;
 mod demo;
 mod guest;
+mod interop;
 mod process;
 mod setup;
 mod tidy;
@@ -41,6 +44,10 @@ enum Task {
         #[arg(long)]
         full: bool,
     },
+    /// Move data between the program and the C++ engine, each in each role.
+    Interop,
+    /// Use each library crate as its users do: outside this workspace, by its README.
+    Consumers,
     /// Check the house rules that a program can check.
     Tidy,
 }
@@ -52,6 +59,8 @@ fn main() -> ExitCode {
         Task::Demo(args) => demo::run(&args),
         Task::Guest(args) => guest::scenarios(&args).map(|()| ExitCode::SUCCESS),
         Task::Ci { full } => ci::run(full).map(|()| ExitCode::SUCCESS),
+        Task::Interop => interop::run().map(|()| ExitCode::SUCCESS),
+        Task::Consumers => consumers::run().map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {

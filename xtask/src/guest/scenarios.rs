@@ -7,12 +7,14 @@ use anyhow::{Result, bail};
 
 use super::session::{Ending, Session};
 use crate::artifacts::Artifacts;
-use crate::{setup, workspace};
+use crate::{cpp_engine, setup, workspace};
 
 /// How long all scenarios of a kind may take together.
 const LIMIT_S: u64 = 600;
 const LIMIT_FULL_S: u64 = 3600;
-const MEMORY_MIB: u32 = 6144;
+/// The C++ engine takes gigabytes for itself at start, and dies silently if it does not get them.
+/// QEMU takes from this machine only what is used.
+const MEMORY_MIB: u32 = 12_288;
 
 /// Arguments of `cargo xtask guest`.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -52,6 +54,7 @@ pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
         command,
         env: vec![
             ("RERAIL_BIN".to_owned(), artifacts.program("rerail")?.into()),
+            ("RERAIL_CPP_PYTHON".to_owned(), cpp_engine::python()?.into()),
             ("RERAIL_DEVICE_TESTS".to_owned(), tests),
             // For those tests: two devices that reach each other, and leave to break their links.
             (

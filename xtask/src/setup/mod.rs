@@ -50,6 +50,10 @@ const PACKAGES: &[(&str, &[&str])] = &[
         "tests against real stores",
         &["redis-server", "etcd-server"],
     ),
+    (
+        "interop tests with the C++ engine",
+        &["python3", "python3-venv", "libnuma1", "libcurl4"],
+    ),
     ("checking memory use of the verbs tests", &["valgrind"]),
 ];
 

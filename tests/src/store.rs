@@ -1,0 +1,139 @@
+//! Real metadata stores for tests, each a process of its own on loopback, gone with its value.
+
+use std::net::{TcpListener, TcpStream};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
+
+use crate::child::{self, Process};
+
+/// How long a store may take until it answers.
+const READY_WITHIN: Duration = Duration::from_secs(30);
+
+/// A running store.
+pub struct Store {
+    process: Process,
+    url: String,
+    /// Its files, removed with it.
+    _dir: TempDir,
+}
+
+impl Store {
+    /// Our own HTTP server: `rerail metadata serve`.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn http() -> Result<Self> {
+        let address = free_address()?;
+        let mut command = child::rerail()?;
+        command.args(["metadata", "serve", "--listen", &address]);
+        Self::start(
+            command,
+            TempDir::new()?,
+            &address,
+            format!("http://{address}/metadata"),
+        )
+    }
+
+    /// etcd, from Debian's `etcd-server`.
+    ///
+    /// # Errors
+    /// If it is not installed or does not come up.
+    pub fn etcd() -> Result<Self> {
+        let (clients, peers) = (free_address()?, free_address()?);
+        let dir = TempDir::new()?;
+        let mut command = Command::new("etcd");
+        command.arg("--data-dir").arg(dir.path());
+        for (flag, address) in [
+            ("--listen-client-urls", &clients),
+            ("--advertise-client-urls", &clients),
+            ("--listen-peer-urls", &peers),
+            ("--initial-advertise-peer-urls", &peers),
+        ] {
+            command.arg(flag).arg(format!("http://{address}"));
+        }
+        command
+            .arg("--initial-cluster")
+            .arg(format!("default=http://{peers}"));
+        Self::start(command, dir, &clients, format!("etcd://{clients}"))
+    }
+
+    /// Redis, from Debian's `redis-server`.
+    ///
+    /// # Errors
+    /// If it is not installed or does not come up.
+    pub fn redis() -> Result<Self> {
+        let address = free_address()?;
+        let (host, port) = address
+            .split_once(':')
+            .context("an address without a port")?;
+        let dir = TempDir::new()?;
+        let mut command = Command::new("redis-server");
+        command
+            .args(["--bind", host, "--port", port, "--save", "", "--dir"])
+            .arg(dir.path());
+        Self::start(command, dir, &address, format!("redis://{address}"))
+    }
+
+    fn start(mut command: Command, dir: TempDir, address: &str, url: String) -> Result<Self> {
+        // What stores log is of use only when they fail to start, and then it is in the file.
+        let log = std::fs::File::create(dir.path().join("log"))?;
+        command.stdout(log.try_clone()?).stderr(log);
+        let mut process = Process::start(command)?;
+        let deadline = Instant::now() + READY_WITHIN;
+        while TcpStream::connect(address).is_err() {
+            let alive = process.is_running()? && Instant::now() < deadline;
+            ensure!(alive, "no store at {url}: {}", log_end(&dir));
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(Self {
+            process,
+            url,
+            _dir: dir,
+        })
+    }
+
+    /// What engines are given as `--metadata`.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Its process id, for signals.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+}
+
+/// An address on loopback that is free at present. Somebody may take it before its user does, which
+/// then fails to start.
+fn free_address() -> Result<String> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?
+        .local_addr()?
+        .to_string())
+}
+
+fn log_end(dir: &TempDir) -> String {
+    let log = std::fs::read(dir.path().join("log")).unwrap_or_default();
+    let from = log.len().saturating_sub(2000);
+    String::from_utf8_lossy(&log[from..]).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Store;
+
+    #[test]
+    fn stores_start_and_end_with_their_values() {
+        for start in [Store::etcd, Store::redis] {
+            let store = start().expect("it starts");
+            let process = format!("/proc/{}", store.pid());
+            assert!(std::path::Path::new(&process).exists());
+            drop(store);
+            assert!(!std::path::Path::new(&process).exists());
+        }
+    }
+}
