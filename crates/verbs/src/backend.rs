@@ -21,10 +21,14 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::control::ControlThread;
+#[cfg(all(feature = "ibv", feature = "sim"))]
+use crate::error::Errno;
 use crate::error::{BackendResult, PostRefusal};
 #[cfg(feature = "ibv")]
 use crate::ibv;
 use crate::objects::{ObjectTable, Registration};
+#[cfg(feature = "sim")]
+use crate::sim::backend as sim;
 use crate::{
     AccessFlags, AsyncEvent, Completion, DeviceAttr, GidEntry, HostMemory, InitAttr, PortAttr,
     QpAttr, QpCapacity, RtrAttr, RtsAttr, VerbsError, WorkRequest,
@@ -35,6 +39,8 @@ macro_rules! dispatch {
         match $handle {
             #[cfg(feature = "ibv")]
             Self::Ibv($backend) => $call,
+            #[cfg(feature = "sim")]
+            Self::Sim($backend) => $call,
         }
     };
 }
@@ -44,6 +50,8 @@ macro_rules! dispatch {
 pub(crate) enum Device {
     #[cfg(feature = "ibv")]
     Ibv(ibv::Device),
+    #[cfg(feature = "sim")]
+    Sim(sim::Device),
 }
 
 /// An open device.
@@ -51,6 +59,8 @@ pub(crate) enum Device {
 pub(crate) enum Context {
     #[cfg(feature = "ibv")]
     Ibv(ibv::Context),
+    #[cfg(feature = "sim")]
+    Sim(sim::Context),
 }
 
 /// A protection domain.
@@ -58,6 +68,8 @@ pub(crate) enum Context {
 pub(crate) enum ProtectionDomain {
     #[cfg(feature = "ibv")]
     Ibv(ibv::ProtectionDomain),
+    #[cfg(feature = "sim")]
+    Sim(sim::ProtectionDomain),
 }
 
 /// A registered region.
@@ -65,6 +77,8 @@ pub(crate) enum ProtectionDomain {
 pub(crate) enum MemoryRegion {
     #[cfg(feature = "ibv")]
     Ibv(ibv::MemoryRegion),
+    #[cfg(feature = "sim")]
+    Sim(sim::MemoryRegion),
 }
 
 /// A completion queue.
@@ -72,6 +86,8 @@ pub(crate) enum MemoryRegion {
 pub(crate) enum CompletionQueue {
     #[cfg(feature = "ibv")]
     Ibv(ibv::CompletionQueue),
+    #[cfg(feature = "sim")]
+    Sim(sim::CompletionQueue),
 }
 
 /// A reliable connected queue pair.
@@ -79,6 +95,8 @@ pub(crate) enum CompletionQueue {
 pub(crate) enum QueuePair {
     #[cfg(feature = "ibv")]
     Ibv(ibv::QueuePair),
+    #[cfg(feature = "sim")]
+    Sim(sim::QueuePair),
 }
 
 impl Device {
@@ -87,6 +105,8 @@ impl Device {
         match *self {
             #[cfg(feature = "ibv")]
             Self::Ibv(_) => ControlThread::spawn(name),
+            #[cfg(feature = "sim")]
+            Self::Sim(ref device) => device.control(name),
         }
     }
 
@@ -94,6 +114,8 @@ impl Device {
         match *self {
             #[cfg(feature = "ibv")]
             Self::Ibv(ref device) => device.open().map(Context::Ibv),
+            #[cfg(feature = "sim")]
+            Self::Sim(ref device) => device.open().map(Context::Sim),
         }
     }
 }
@@ -119,6 +141,8 @@ impl Context {
         match *self {
             #[cfg(feature = "ibv")]
             Self::Ibv(ref context) => context.alloc_pd().map(ProtectionDomain::Ibv),
+            #[cfg(feature = "sim")]
+            Self::Sim(ref context) => context.alloc_pd().map(ProtectionDomain::Sim),
         }
     }
 
@@ -126,6 +150,8 @@ impl Context {
         match *self {
             #[cfg(feature = "ibv")]
             Self::Ibv(ref context) => context.create_cq(entries).map(CompletionQueue::Ibv),
+            #[cfg(feature = "sim")]
+            Self::Sim(ref context) => context.create_cq(entries).map(CompletionQueue::Sim),
         }
     }
 
@@ -159,6 +185,10 @@ impl ProtectionDomain {
             Self::Ibv(ref pd) => pd
                 .register(memory, addr, length, iova, access)
                 .map(MemoryRegion::Ibv),
+            #[cfg(feature = "sim")]
+            Self::Sim(ref pd) => pd
+                .register(memory, addr, length, iova, access)
+                .map(MemoryRegion::Sim),
         }
     }
 
@@ -175,6 +205,10 @@ impl ProtectionDomain {
             Self::Ibv(ref pd) => pd
                 .register_dmabuf(fd, offset, length, iova, access)
                 .map(MemoryRegion::Ibv),
+            #[cfg(feature = "sim")]
+            Self::Sim(ref pd) => pd
+                .register_dmabuf(fd, offset, length, iova, access)
+                .map(MemoryRegion::Sim),
         }
     }
 
@@ -190,7 +224,14 @@ impl ProtectionDomain {
             (Self::Ibv(pd), CompletionQueue::Ibv(send_cq), CompletionQueue::Ibv(recv_cq)) => {
                 pd.create_qp(send_cq, recv_cq, capacity).map(QueuePair::Ibv)
             }
-            #[cfg(not(feature = "ibv"))]
+            #[cfg(feature = "sim")]
+            (Self::Sim(pd), CompletionQueue::Sim(send_cq), CompletionQueue::Sim(recv_cq)) => {
+                pd.create_qp(send_cq, recv_cq, capacity).map(QueuePair::Sim)
+            }
+            // Objects of two backends are never of one context.
+            #[cfg(all(feature = "ibv", feature = "sim"))]
+            _ => Err(Errno(libc::EINVAL)),
+            #[cfg(not(any(feature = "ibv", feature = "sim")))]
             (pd, ..) => match *pd {},
         }
     }

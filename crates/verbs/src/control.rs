@@ -55,7 +55,7 @@ struct Shared {
 
 impl ControlThread {
     /// Starts the thread of one context of `device`.
-    #[cfg(any(test, feature = "ibv"))]
+    #[cfg(any(test, feature = "ibv", feature = "sim"))]
     pub(crate) fn spawn(device: &Arc<str>) -> Result<Self, VerbsError> {
         let control = Self::new(device, Some(OnceLock::new()));
         let shared = Arc::clone(&control.shared);
@@ -265,7 +265,7 @@ impl Shared {
     }
 
     /// Body of the thread.
-    #[cfg(any(test, feature = "ibv"))]
+    #[cfg(any(test, feature = "ibv", feature = "sim"))]
     fn run(&self) {
         if let Some(slot) = &self.thread {
             let _ = slot.set(std::thread::current());
@@ -281,7 +281,7 @@ impl Shared {
     }
 
     /// Runs the next job or destruction, if there is one. False once the device is closed.
-    #[cfg(any(test, feature = "ibv"))]
+    #[cfg(any(test, feature = "ibv", feature = "sim"))]
     fn step(&self) -> bool {
         if let Some(job) = self.urgent.pop() {
             self.run_job(job);

@@ -25,6 +25,8 @@ mod objects;
 mod owned;
 mod protection_domain;
 mod queue_pair;
+#[cfg(feature = "sim")]
+pub mod sim;
 pub mod types;
 
 pub use completion_queue::CompletionQueue;

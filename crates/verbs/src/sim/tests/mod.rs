@@ -1,0 +1,4 @@
+//! What must hold in a simulated fabric, through the public API.
+
+mod conformance;
+mod support;
