@@ -61,6 +61,7 @@ pub mod publisher;
 pub mod rail;
 pub mod record;
 mod time;
+pub mod transfer;
 pub mod verdict;
 
 pub use time::Time;
