@@ -1,2 +1,12 @@
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
-//! See README.md.
+
+mod document;
+mod error;
+pub mod gid;
+mod netdev;
+mod subnet;
+
+pub use error::{SettingError, TopologyError};
+pub use netdev::{NetdevFacts, NetdevKind};
+pub use subnet::{Subnet, SubnetParseError};
