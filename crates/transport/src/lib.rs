@@ -4,6 +4,7 @@
 mod error;
 pub mod machine;
 pub mod rdma;
+pub mod rpc;
 pub mod settings;
 
 pub use error::{TransferError, TransportError};

@@ -1,0 +1,27 @@
+//! The control protocol between engines (reference 3): one request frame, one reply frame, over a
+//! TCP connection of its own.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`frame`] | length, type and text of a frame, as a codec without I/O |
+//! | [`message`] | Connection, Notify and Probe messages |
+//! | [`host_port`] | texts that name a host, with or without a port |
+//! | [`client`] | one request and its reply, within a time |
+//! | [`server`] | a listener that serves many connections at once |
+//!
+//! Deliberately not here: what is answered (a [`server::Handler`] decides), and the form of segment
+//! descriptors, which travel as text.
+
+pub mod client;
+pub mod frame;
+pub mod host_port;
+pub mod message;
+pub mod server;
+#[cfg(test)]
+mod tests;
+
+pub use client::{RpcClient, RpcError};
+pub use frame::{Frame, FrameKind, MessageType};
+pub use host_port::HostPort;
+pub use message::{ConnectionMessage, MessageError, Notify};
+pub use server::{Handler, RpcServer, ServerLimits};

@@ -1,0 +1,288 @@
+//! Serving other engines: many connections at once, each bounded in bytes and in time.
+//!
+//! A client that says nothing costs a socket for [`ServerLimits::request`] and holds up nobody
+//! (C++ servers serve one connection after the other, reference 3.2).
+
+use std::future::Future;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::ops::RangeInclusive;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime;
+use tokio::sync::Semaphore;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{sleep, timeout};
+
+use super::frame::{Decoder, Frame, LENGTH_MAX_DEFAULT, MessageType};
+use super::message::{ConnectionMessage, NO_REPLY, Notify, PROBE_REPLY};
+
+/// Ports that are tried at most when any of a range will do.
+const PORT_TRIES_MAX: u32 = 500;
+/// Connections that the kernel may hold before they are accepted.
+const BACKLOG: i32 = 128;
+/// Bytes asked of the socket at once.
+const CHUNK_BYTES: usize = 16 << 10;
+
+/// A future that owns all it needs.
+pub type Reply<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// Decides what is answered. Probes are answered by the server itself.
+pub trait Handler: Send + Sync + 'static {
+    /// Answers a Connection message; a refusal is a message with a reason.
+    fn connection(&self, message: ConnectionMessage) -> Reply<ConnectionMessage>;
+
+    /// Answers a segment descriptor's text with our own; `None` where a store holds descriptors.
+    fn metadata(&self, descriptor: Vec<u8>) -> Reply<Option<Vec<u8>>>;
+
+    /// Takes a notification; false if there is no room for it.
+    fn notify(&self, notify: Notify) -> Reply<bool>;
+}
+
+/// Bounds of a server.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct ServerLimits {
+    /// Connections at once; more wait in the kernel's queue.
+    pub connections_max: usize,
+    /// Longest request (`HANDSHAKE_MAX_LENGTH`).
+    pub request_bytes_max: usize,
+    /// From accepting a connection to the last byte of its request.
+    pub request: Duration,
+    /// For the handler's answer, and again for the client to take it.
+    pub reply: Duration,
+}
+
+impl Default for ServerLimits {
+    fn default() -> Self {
+        Self {
+            connections_max: 2_048,
+            request_bytes_max: LENGTH_MAX_DEFAULT,
+            request: Duration::from_secs(5),
+            reply: Duration::from_secs(30),
+        }
+    }
+}
+
+/// A listening server. It stops when it is dropped.
+#[derive(Debug)]
+pub struct RpcServer {
+    local: SocketAddr,
+    accepting: JoinHandle<()>,
+}
+
+impl RpcServer {
+    /// Listens on `address`, or on any address of IPv6 and IPv4 if there is none, on the first
+    /// free port of `ports`, tried in random order; the port is bound once and stays bound.
+    ///
+    /// # Errors
+    ///
+    /// The system's, for the last port tried.
+    pub fn start(
+        address: Option<IpAddr>,
+        ports: RangeInclusive<u16>,
+        limits: ServerLimits,
+        handler: Arc<dyn Handler>,
+        runtime: &runtime::Handle,
+    ) -> io::Result<Self> {
+        let listener = bind_one_of(address, ports)?;
+        listener.set_nonblocking(true)?;
+        let entered = runtime.enter();
+        let listener = TcpListener::from_std(listener)?;
+        drop(entered);
+        let local = listener.local_addr()?;
+        let accepting = runtime.spawn(accept(listener, limits, handler));
+        Ok(Self { local, accepting })
+    }
+
+    /// The port that is listened on.
+    pub fn port(&self) -> u16 {
+        self.local.port()
+    }
+}
+
+impl Drop for RpcServer {
+    fn drop(&mut self) {
+        // Connections under way end with the task that holds them.
+        self.accepting.abort();
+    }
+}
+
+fn bind_one_of(
+    address: Option<IpAddr>,
+    ports: RangeInclusive<u16>,
+) -> io::Result<std::net::TcpListener> {
+    let (first, last) = (*ports.start(), *ports.end());
+    if first > last {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "the range of ports is empty",
+        ));
+    }
+    let count = u32::from(last - first) + 1;
+    // Random, so that engines which start at once do not all try the same port first.
+    let offset = rand::random_range(0..count);
+    let mut last_error = None;
+    for step in 0..count.min(PORT_TRIES_MAX) {
+        let port = first + ((offset + step) % count) as u16;
+        match bind(address, port) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last_error = Some(error),
+        }
+    }
+    let error = last_error.unwrap_or_else(|| io::ErrorKind::AddrInUse.into());
+    Err(io::Error::new(
+        error.kind(),
+        format!("no port of {first}..={last} can be used: {error}"),
+    ))
+}
+
+fn bind(address: Option<IpAddr>, port: u16) -> io::Result<std::net::TcpListener> {
+    if let Some(address) = address {
+        return listen(SocketAddr::new(address, port));
+    }
+    // A host may have no IPv6 at all.
+    listen(SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port)).or_else(|error| {
+        if error.kind() == io::ErrorKind::AddrInUse {
+            Err(error)
+        } else {
+            listen(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), port))
+        }
+    })
+}
+
+fn listen(address: SocketAddr) -> io::Result<std::net::TcpListener> {
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
+    if address.is_ipv6() {
+        socket.set_only_v6(false)?;
+    }
+    // No SO_REUSEADDR: a port that somebody else has just used is left alone.
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}
+
+async fn accept(listener: TcpListener, limits: ServerLimits, handler: Arc<dyn Handler>) {
+    let places = Arc::new(Semaphore::new(limits.connections_max));
+    let mut connections = JoinSet::new();
+    loop {
+        while connections.try_join_next().is_some() {}
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else {
+            return;
+        };
+        match listener.accept().await {
+            Ok((stream, peer)) => {
+                let handler = Arc::clone(&handler);
+                connections.spawn(async move {
+                    serve(stream, peer, limits, handler).await;
+                    drop(place);
+                });
+            }
+            Err(error) => {
+                // Out of descriptors, for example: connections that end give some back.
+                tracing::warn!(%error, "the RPC server cannot accept");
+                sleep(Duration::from_millis(50)).await;
+            }
+        }
+    }
+}
+
+/// One connection: a request, a reply, and the end.
+async fn serve(
+    mut stream: TcpStream,
+    peer: SocketAddr,
+    limits: ServerLimits,
+    handler: Arc<dyn Handler>,
+) {
+    let _ = stream.set_nodelay(true);
+    let request = match timeout(limits.request, read_request(&mut stream, limits)).await {
+        Ok(Ok(Some(request))) => request,
+        // Port scanners and health checks connect and leave.
+        Ok(Ok(None)) => return,
+        Ok(Err(reason)) => {
+            tracing::debug!(%peer, reason, "an RPC connection was dropped");
+            return;
+        }
+        Err(_) => {
+            tracing::debug!(%peer, "an RPC connection was dropped: no request in time");
+            return;
+        }
+    };
+    let kind = request.kind;
+    let text = match timeout(limits.reply, answer(request, &*handler)).await {
+        Ok(text) => text,
+        Err(_) => {
+            tracing::warn!(%peer, ?kind, "an RPC request was not answered in time");
+            NO_REPLY.to_vec()
+        }
+    };
+    let reply = Frame { kind, text }.encode();
+    let finish = async {
+        stream.write_all(&reply).await?;
+        stream.shutdown().await?;
+        // The client closes when it has the reply; closing first could cut off its last bytes.
+        stream.read(&mut [0]).await
+    };
+    let _ = timeout(limits.request, finish).await;
+}
+
+async fn read_request(
+    stream: &mut TcpStream,
+    limits: ServerLimits,
+) -> Result<Option<Frame>, String> {
+    let mut decoder = Decoder::new(limits.request_bytes_max);
+    let mut chunk = [0; CHUNK_BYTES];
+    loop {
+        let missing = decoder.missing().map_err(|error| error.to_string())?;
+        if missing == 0 {
+            return decoder.finish().map_err(|error| error.to_string());
+        }
+        let wanted = missing.min(CHUNK_BYTES);
+        match stream.read(&mut chunk[..wanted]).await {
+            Ok(0) if decoder.is_empty() => return Ok(None),
+            Ok(0) => return Err("closed in the middle of a frame".to_owned()),
+            Ok(count) => decoder.push(&chunk[..count]),
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+}
+
+async fn answer(request: Frame, handler: &dyn Handler) -> Vec<u8> {
+    match request.kind.message_type() {
+        MessageType::Connection => match ConnectionMessage::decode(&request.text) {
+            Ok(message) => handler.connection(message).await.encode(),
+            Err(error) => {
+                ConnectionMessage::refusal(String::new(), String::new(), error.to_string()).encode()
+            }
+        },
+        MessageType::Metadata => match handler.metadata(request.text).await {
+            Some(text) => text,
+            None => NO_REPLY.to_vec(),
+        },
+        MessageType::Notify => match Notify::decode(&request.text) {
+            Ok(notify) => {
+                let taken = handler.notify(notify).await;
+                let notify_msg = if taken {
+                    "success".to_owned()
+                } else {
+                    String::new()
+                };
+                Notify {
+                    name: String::new(),
+                    notify_msg,
+                }
+                .encode()
+            }
+            Err(_) => NO_REPLY.to_vec(),
+        },
+        MessageType::Probe => PROBE_REPLY.to_vec(),
+    }
+}
