@@ -409,7 +409,10 @@ mod tests {
     fn a_hanging_job_shows_and_blocks_nobody_else() {
         let control = thread();
         let (release, hang) = channel::bounded::<()>(0);
-        let hanging = control.submit(move || hang.recv().is_ok()).expect("room");
+        let (begun, begins) = channel::bounded(1);
+        let job = move || begun.send(()).is_ok() && hang.recv().is_ok();
+        let hanging = control.submit(job).expect("room");
+        begins.recv_timeout(LIMIT).expect("the job begins");
         assert!(matches!(
             hanging.wait_timeout(Duration::from_millis(30)),
             Err(VerbsError::NoAnswer { .. })

@@ -61,7 +61,7 @@ fn threads_that_share_a_word_do_not_disturb_each_other() {
             let memory = &memory;
             scope.spawn(move || {
                 let (offset, mut back) = (2 * usize::from(thread), [0; 2]);
-                for round in 0..2_000_u16 {
+                for round in 0..200_000_u32 {
                     let bytes = [thread, round as u8];
                     memory.copy_in(offset, &bytes).expect("inside");
                     memory.copy_out(offset, &mut back).expect("inside");
