@@ -30,9 +30,11 @@ impl Device {
     }
 
     #[cfg(all(test, feature = "ibv"))]
-    pub(crate) fn raw_for_test(&self) -> &crate::ibv::Device {
+    pub(crate) fn real(&self) -> Option<&crate::ibv::Device> {
         match &self.backend {
-            backend::Device::Ibv(device) => device,
+            backend::Device::Ibv(device) => Some(device),
+            #[cfg(feature = "sim")]
+            backend::Device::Sim(_) => None,
         }
     }
 
