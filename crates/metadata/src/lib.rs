@@ -7,6 +7,8 @@ mod backoff;
 pub mod conformance;
 pub mod descriptor;
 mod error;
+#[cfg(feature = "etcd")]
+mod etcd;
 mod follow;
 #[cfg(feature = "http")]
 mod http;
@@ -17,9 +19,13 @@ mod secret;
 #[cfg(feature = "server")]
 pub mod server;
 mod store;
+#[cfg(any(feature = "etcd", feature = "redis"))]
+mod tls;
 mod url;
 
 pub use error::MetadataError;
+#[cfg(feature = "etcd")]
+pub use etcd::EtcdStore;
 pub use follow::{Change, Follow};
 #[cfg(feature = "http")]
 pub use http::HttpStore;

@@ -26,6 +26,8 @@ pub struct StoreOptions {
     pub password: Option<Secret>,
     /// Database index of Redis.
     pub redis_database: Option<u8>,
+    /// etcd's `--max-request-bytes`.
+    pub etcd_request_bytes_max: usize,
     /// Files for TLS. With any of them set, etcd is spoken to over TLS only.
     pub tls: TlsFiles,
 }
@@ -59,6 +61,7 @@ impl Default for StoreOptions {
             user: None,
             password: None,
             redis_database: None,
+            etcd_request_bytes_max: 1_572_864,
             tls: TlsFiles::default(),
         }
     }
@@ -75,6 +78,7 @@ impl StoreOptions {
     /// | `RERAIL_METADATA_USER`, else `MC_REDIS_USERNAME` for Redis | | [`user`](Self::user) |
     /// | `RERAIL_METADATA_PASSWORD`, `…_PASSWORD_FILE`, else `MC_REDIS_PASSWORD` for Redis | | [`password`](Self::password) |
     /// | `RERAIL_REDIS_DB_INDEX`, else `MC_REDIS_DB_INDEX` | 0..=255 | [`redis_database`](Self::redis_database) |
+    /// | `RERAIL_ETCD_MAX_REQUEST_BYTES` | 1024..=1073741824 | [`etcd_request_bytes_max`](Self::etcd_request_bytes_max) |
     /// | `RERAIL_METADATA_CA_FILE`, `…_CERT_FILE`, `…_KEY_FILE` | | [`tls`](Self::tls) |
     ///
     /// # Errors
@@ -119,6 +123,12 @@ impl StoreOptions {
             password: secret("RERAIL_METADATA_PASSWORD")?
                 .or_else(|| for_redis("MC_REDIS_PASSWORD").map(Secret::new)),
             redis_database: database.map(|index| index as u8),
+            etcd_request_bytes_max: match set("RERAIL_ETCD_MAX_REQUEST_BYTES") {
+                Some(text) => {
+                    number("RERAIL_ETCD_MAX_REQUEST_BYTES", &text, 1 << 10, 1 << 30)? as usize
+                }
+                None => defaults.etcd_request_bytes_max,
+            },
             tls: TlsFiles {
                 ca: set("RERAIL_METADATA_CA_FILE").map(PathBuf::from),
                 certificate: set("RERAIL_METADATA_CERT_FILE").map(PathBuf::from),
@@ -151,6 +161,10 @@ pub async fn connect(
 ) -> Result<Arc<dyn MetadataStore>, MetadataError> {
     url.check_built_in()?;
     match url {
+        #[cfg(feature = "etcd")]
+        StoreUrl::Etcd { endpoints, user } => Ok(Arc::new(
+            crate::etcd::EtcdStore::new(endpoints, user.clone(), options).await?,
+        )),
         #[cfg(feature = "http")]
         StoreUrl::Http { url, user } => Ok(Arc::new(crate::http::HttpStore::new(
             url,

@@ -1,0 +1,136 @@
+//! Real servers for tests: started on free loopback ports in directories of their own, ended with
+//! the test.
+
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "each test file uses a part of this"
+)]
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longest time that a server may take to listen. The machine may be busy.
+const START_MAX: Duration = Duration::from_secs(30);
+
+/// True if long fault tests are asked for.
+pub fn full() -> bool {
+    let full = std::env::var_os("RERAIL_FULL").is_some_and(|value| value == "1");
+    if !full {
+        eprintln!("skipped: takes long; set RERAIL_FULL=1");
+    }
+    full
+}
+
+/// True if `program` is installed. Without it the test is skipped with a reason, or fails where
+/// all stores are required.
+pub fn installed(program: &str) -> bool {
+    let found = std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()));
+    if !found {
+        let required = std::env::var_os("RERAIL_REQUIRE_STORES").is_some_and(|set| set == "1");
+        assert!(
+            !required,
+            "{program} is not installed, and RERAIL_REQUIRE_STORES=1"
+        );
+        eprintln!("skipped: {program} is not installed");
+    }
+    found
+}
+
+/// A port that was free a moment ago.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+    listener.local_addr().expect("an address").port()
+}
+
+/// A process that ends with the test, whatever happens.
+#[derive(Debug)]
+pub struct Process {
+    child: Child,
+}
+
+impl Process {
+    pub fn start(command: &mut Command) -> Self {
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        Self { child }
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a signal by name, such as `STOP`.
+    pub fn signal(&self, name: &str) {
+        let status = Command::new("kill")
+            .arg(format!("-{name}"))
+            .arg(self.id().to_string())
+            .status()
+            .expect("kill runs");
+        assert!(status.success(), "kill -{name}");
+    }
+
+    /// As `kill -9`, and waits for the end.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Ends it in order.
+    pub fn terminate(&mut self) {
+        self.signal("TERM");
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Waits until somebody listens on the port.
+pub fn wait_for_port(port: u16) {
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let started = Instant::now();
+    while TcpStream::connect_timeout(&address, Duration::from_millis(200)).is_err() {
+        assert!(started.elapsed() < START_MAX, "nobody listens on {address}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Makes a certificate authority and a certificate for `127.0.0.1` and `localhost` that it
+/// signed, as `ca.pem`, `cert.pem` and `key.pem` in `dir`.
+pub fn make_certificates(dir: &Path) {
+    let run = |arguments: &str| {
+        let status = Command::new("openssl")
+            .args(arguments.split_whitespace())
+            .current_dir(dir)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status()
+            .expect("openssl runs");
+        assert!(status.success(), "openssl {arguments}");
+    };
+    let extensions = "basicConstraints=CA:FALSE\nsubjectAltName=IP:127.0.0.1,DNS:localhost\n\
+                      extendedKeyUsage=serverAuth,clientAuth\n";
+    std::fs::write(dir.join("extensions"), extensions).expect("written");
+    let curve = "ec -pkeyopt ec_paramgen_curve:P-256 -nodes";
+    run(&format!(
+        "req -x509 -newkey {curve} -keyout ca-key.pem -out ca.pem -days 2 -subj /CN=test-ca"
+    ));
+    run(&format!(
+        "req -newkey {curve} -keyout key.pem -out request.pem -subj /CN=localhost"
+    ));
+    run(
+        "x509 -req -in request.pem -CA ca.pem -CAkey ca-key.pem -CAcreateserial -out cert.pem \
+         -days 2 -extfile extensions",
+    );
+}
