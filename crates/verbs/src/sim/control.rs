@@ -11,7 +11,7 @@ use crate::{QpState, RtrAttr};
 impl Core {
     /// Every control verb on the adapter waits so long from now on: firmware that hangs.
     pub(super) fn hang_control(&mut self, nic: NicId, how_long: Duration) {
-        self.nics[nic.0].hangs_until = self.now + how_long;
+        self.nics[nic.0].hangs_until = self.now.saturating_add(how_long);
         trace!(self, "{} hangs", self.nic_name(nic));
     }
 
@@ -69,7 +69,7 @@ impl Core {
             Some(_) => self.options.neighbour_resolution,
             None => self.rng.between(min, max),
         };
-        hang + own
+        hang.saturating_add(own)
     }
 
     /// How long destroying a pair takes: seconds on soft-RoCE while it is retransmitting, unless it
@@ -81,7 +81,7 @@ impl Core {
             .get(pair)
             .is_some_and(|pair| pair.state == QpState::ReadyToSend && pair.send.retries > 0);
         if retransmitting {
-            hang + self.options.destroy_while_retransmitting
+            hang.saturating_add(self.options.destroy_while_retransmitting)
         } else {
             hang
         }

@@ -138,7 +138,7 @@ impl Core {
         let doubled = verdict == EventVerdict::Duplicate || self.rng.chance(options.duplicate);
         let mut at = self.now + self.rng.between(Duration::ZERO, options.delay_max);
         if let EventVerdict::Delay(delay) = verdict {
-            at += delay;
+            at = at.saturating_add(delay);
         }
         let queue = &mut context.events;
         let floor = if options.reorder_kinds {

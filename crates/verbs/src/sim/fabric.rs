@@ -100,7 +100,7 @@ impl Fabric {
         Device::new(name, guid, seam::Device::Sim(backend))
     }
 
-    /// What a process finds when it lists its devices: the adapters of its host that are plugged in.
+    /// What a process finds when it lists its devices: its host's adapters that are plugged in.
     pub fn devices_of(&self, process: ProcessId) -> DeviceList {
         let nics: Vec<NicId> = self.with(|core| {
             let node = core.processes[process.0].node;
@@ -144,7 +144,7 @@ impl Fabric {
     /// Lets `how_long` pass; see [`advance_to`](Self::advance_to).
     pub fn advance(&self, how_long: Duration) {
         if self.is_virtual() {
-            self.with(|core| core.advance_to(core.now + how_long));
+            self.with(|core| core.advance_to(core.now.saturating_add(how_long)));
         }
     }
 
@@ -208,7 +208,7 @@ impl Fabric {
             state = self.shared.wait(state, None);
         }
         let delay = delay(&mut state.core);
-        let until = state.core.now + delay;
+        let until = state.core.now.saturating_add(delay);
         if !self.is_virtual() {
             let alive = |core: &Core| context.is_none_or(|context| core.is_alive(context));
             while state.core.now < until && alive(&state.core) {

@@ -158,7 +158,7 @@ impl Core {
         let bits = u64::from(bytes + headers) * 8;
         let sending_ns = u128::from(bits) * 1_000_000_000 / u128::from(link.bits_per_s.max(1));
         port.busy_until = now.max(port.busy_until) + Duration::from_nanos(sending_ns as u64);
-        let departs = port.busy_until + link.egress_delay;
+        let departs = port.busy_until.saturating_add(link.egress_delay);
         let lost = self.rng.chance(link.loss);
         let jitter = self.rng.between(Duration::ZERO, link.jitter_max);
         if verdict == PacketVerdict::Drop || lost || !fits {
@@ -166,15 +166,15 @@ impl Core {
             trace!(self, "{kind:?} psn={psn} bytes={bytes}: {why}");
             return;
         }
-        let mut arrival = departs + link.latency + jitter;
+        let mut arrival = departs.saturating_add(link.latency + jitter);
         if let PacketVerdict::Delay(delay) = verdict {
             // Not kept in order on purpose: this is how a test reorders.
-            arrival += delay;
+            arrival = arrival.saturating_add(delay);
         } else if let Some(port) = self.port_mut(from) {
             arrival = arrival.max(port.last_arrival);
             port.last_arrival = arrival;
         }
-        let dies = departs + lifetime;
+        let dies = departs.saturating_add(lifetime);
         let arrives = arrival <= dies;
         let copies = 1 + u32::from(verdict == PacketVerdict::Duplicate);
         let packet = Arc::new(packet);

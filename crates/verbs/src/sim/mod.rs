@@ -7,10 +7,10 @@
 //! Two kinds of time: [`Fabric`] lives in virtual time and is deterministic, from one seed;
 //! [`RealTimeFabric`] follows the clock for programs with threads.
 //!
-//! The fault model is [`FabricOptions`] (what goes wrong by itself), [rules](Fabric::on_packet) with
-//! a verdict and a guard, and direct calls such as [`Fabric::port_down`]. The defaults are what
-//! Linux' soft-RoCE was measured to do; where the model differs from it or from cards, the function
-//! says so.
+//! The fault model is [`FabricOptions`] (what goes wrong by itself), [rules](Fabric::on_packet)
+//! with a verdict and a guard, and direct calls such as [`Fabric::port_down`]. The defaults are
+//! what Linux' soft-RoCE was measured to do; where the model differs from it or from cards, the
+//! function says so.
 //!
 //! Deliberately not here: two-sided verbs, atomics, inline data, unreliable transports, switches
 //! and congestion inside the network.

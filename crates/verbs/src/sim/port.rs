@@ -185,7 +185,8 @@ impl Core {
     /// Takes a port down or brings it up, as `ip link set` does.
     ///
     /// Down: `PORT_ERR`; packets that have not left are purged, those on the wire are not. The
-    /// IPv4 and link-local rows stay. Up: `PORT_ACTIVE`, on soft-RoCE twice.
+    /// IPv4 and link-local rows stay. Up: `PORT_ACTIVE`, on soft-RoCE twice. An InfiniBand port is
+    /// ACTIVE at once too, since there is no subnet manager that would have to configure it.
     pub(super) fn set_port(&mut self, at: PortId, up: bool) {
         if self.own_port(at).up == up {
             return;

@@ -511,7 +511,7 @@ impl Core {
         };
         let queue = pair.send_cq;
         let at = match work.verdict {
-            WorkVerdict::CompleteAfter(delay) => now + delay,
+            WorkVerdict::CompleteAfter(delay) => now.saturating_add(delay),
             _ => now,
         };
         let at = at.max(send.not_before);

@@ -10,6 +10,10 @@ use std::time::{Duration, Instant};
 use super::fabric::{Fabric, Shared};
 use super::options::FabricOptions;
 
+/// Shortest sleep of the driving thread. What is due is done at its own time of the fabric even
+/// when the thread comes late, answers to it included, so that a short sleep would gain nothing.
+const SLEEP_MIN: Duration = Duration::from_micros(200);
+
 /// Longest sleep of the driving thread while nothing is due.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 
@@ -63,8 +67,9 @@ impl Drop for RealTimeFabric {
 fn drive(shared: &Shared) {
     let mut state = shared.lock();
     while !state.stopped {
-        let idle = state.core.now + SLEEP_MAX;
-        let until = state.core.next_deadline().map_or(idle, |due| due.min(idle));
+        let (soon, idle) = (state.core.now + SLEEP_MIN, state.core.now + SLEEP_MAX);
+        let due = state.core.next_deadline().unwrap_or(idle);
+        let until = due.clamp(soon, idle);
         state.driver_sleeps_until = Some(until);
         state = shared.wait(state, Some(until));
         state.driver_sleeps_until = None;

@@ -1,3 +1,5 @@
+//! The bodies that every backend must pass, on simulated devices.
+
 use std::time::Duration;
 
 use super::support::address;

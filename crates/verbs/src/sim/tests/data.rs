@@ -1,3 +1,5 @@
+//! Bytes, keys, order and loss: what becomes of posted work while nothing is taken away.
+
 use std::time::Duration;
 
 use super::support::{Connected, Host, MS, connect, init, options, rtr, rts};

@@ -1,3 +1,5 @@
+//! One seed, one run.
+
 use std::time::Duration;
 
 use super::support::{Connected, MS, address, options};

@@ -1,3 +1,5 @@
+//! Adapters that hang, die and come back; processes that freeze and end.
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 

@@ -1,3 +1,5 @@
+//! Asynchronous events: whose they are, how they go wrong, and that each is acknowledged.
+
 use super::support::{Connected, Host, MS, address, options};
 use crate::sim::{EventOptions, EventVerdict, Fabric, FabricOptions};
 use crate::{AsyncEventKind as Kind, EventSubject, RemoteAddress, WorkRequest};

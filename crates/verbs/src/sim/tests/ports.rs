@@ -1,3 +1,5 @@
+//! Ports, addresses and GID tables, and who can reach whom.
+
 use std::net::{IpAddr, Ipv6Addr};
 
 use super::support::{Connected, Host, MS, address, connect, init, options, rtr};

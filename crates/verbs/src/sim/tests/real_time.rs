@@ -1,3 +1,5 @@
+//! Threads, the clock and descriptors. No test relies on how fast the machine is.
+
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
