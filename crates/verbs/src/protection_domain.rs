@@ -93,6 +93,7 @@ impl ProtectionDomain {
             }));
         }
         self.check_range(VERB, length, iova)?;
+        let access = known(access);
         let addr = memory.addr() + offset as u64;
         let context = self.context();
         let raw = context.wrap(
@@ -123,6 +124,7 @@ impl ProtectionDomain {
         const VERB: &str = "ibv_reg_dmabuf_mr";
         fork::check()?;
         self.check_range(VERB, length, iova)?;
+        let access = known(access);
         let raw = self
             .inner
             .raw
@@ -152,4 +154,9 @@ impl ProtectionDomain {
         }
         Ok(())
     }
+}
+
+/// The flags without any that this crate does not know: some change what a region's address means.
+fn known(access: AccessFlags) -> AccessFlags {
+    AccessFlags::from_bits_truncate(access.bits())
 }

@@ -2,15 +2,15 @@
 //!
 //! `RERAIL_VERBS_TEST_DEVICES=rxe_a0,rxe_a1` names two devices that reach one another; without it
 //! each test says that it is left out, and passes. Links and addresses are only touched when
-//! `RERAIL_VERBS_TEST_FAULTS=1` allows it, which needs root. Run with `--test-threads=1`: the
-//! devices are shared.
+//! `RERAIL_VERBS_TEST_FAULTS=1` allows it, which needs root. The devices are shared, so that the
+//! tests take turns; a runner with a process for each test has to run one at a time.
 #![cfg(feature = "ibv")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::mpsc;
+use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use rerail_verbs::conformance::{BODIES, Fabric, Link, Side};
@@ -45,11 +45,15 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// Held by the test whose turn it is.
+static TURN: Mutex<()> = Mutex::new(());
+
 /// Two devices of this machine.
 struct RealFabric {
     initiator: String,
     target: String,
     may_break: bool,
+    _turn: MutexGuard<'static, ()>,
 }
 
 impl RealFabric {
@@ -64,6 +68,8 @@ impl RealFabric {
             initiator: initiator.to_owned(),
             target: target.to_owned(),
             may_break: std::env::var(FAULTS).is_ok_and(|value| value == "1"),
+            // A test that failed has not harmed the devices.
+            _turn: TURN.lock().unwrap_or_else(PoisonError::into_inner),
         })
     }
 
@@ -324,7 +330,7 @@ fn threads_may_share_a_pair_and_a_queue() {
     };
     let link = Link::connect(&fabric);
     let count_max = THREADS * ROUNDS;
-    let seen = std::sync::Mutex::new(std::collections::BTreeSet::new());
+    let seen = Mutex::new(std::collections::BTreeSet::new());
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
             let (link, seen) = (&link, &seen);

@@ -254,7 +254,7 @@ pub(super) fn error_state_flushes_what_is_outstanding(fabric: &dyn Fabric) {
 }
 
 /// What did not fit is known exactly: each posted request completes, and no other.
-pub(super) fn a_full_queue_says_how_much_was_posted(fabric: &dyn Fabric) {
+pub(super) fn a_full_send_queue_says_how_much_was_posted(fabric: &dyn Fabric) {
     let initiator = Endpoint::open_sized(fabric, Side::Initiator, 4096);
     let target = Endpoint::open(fabric, Side::Target);
     initiator.to_init();
@@ -281,7 +281,7 @@ pub(super) fn a_full_queue_says_how_much_was_posted(fabric: &dyn Fabric) {
 
 /// A pair that is not ready refuses work, or takes it and flushes it later; each request is
 /// accounted for.
-pub(super) fn posting_unconnected_loses_nothing(fabric: &dyn Fabric) {
+pub(super) fn posting_before_ready_to_send_loses_nothing(fabric: &dyn Fabric) {
     let initiator = Endpoint::open(fabric, Side::Initiator);
     initiator.to_init();
     let batch: Vec<_> = (0..20)
@@ -341,11 +341,31 @@ pub(super) fn iova_names_the_memory(fabric: &dyn Fabric) {
     let mut found = vec![0; 5000];
     memory.copy_out(4196, &mut found).expect("inside");
     assert_eq!(found, bytes);
-    // The pair of another domain does not reach it; one of the same does, so it is not the key.
-    let other_pd = target.context.alloc_pd().expect("a domain");
-    let _other_pair = create_pair(&other_pd, &target.queue);
     drop(region);
     initiator.close();
-    drop((other_pd, _other_pair));
+    target.close();
+}
+
+/// A pair reaches the regions of its own protection domain only, whatever key the peer has.
+pub(super) fn another_domain_is_out_of_reach(fabric: &dyn Fabric) {
+    let initiator = Endpoint::open(fabric, Side::Initiator);
+    let mut target = Endpoint::open(fabric, Side::Target);
+    let other_pd = target.context.alloc_pd().expect("a domain");
+    target.pair = create_pair(&other_pd, &target.queue);
+    connect(&initiator, &target);
+    target.memory.copy_in(0, &[9; 64]).expect("inside");
+    initiator
+        .pair
+        .post(&[WorkRequest::write(
+            1,
+            initiator.local(0, 64),
+            target.remote(0),
+        )])
+        .expect("posted");
+    let done = completions(fabric, &initiator.queue, 1)[0];
+    assert_eq!(done.status, WcStatus::RemAccessErr);
+    assert_eq!(target.bytes(0, 64), [9; 64]);
+    initiator.close();
+    drop(other_pd);
     target.close();
 }

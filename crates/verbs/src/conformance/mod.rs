@@ -62,87 +62,43 @@ pub trait Fabric {
 /// A test body.
 pub type Body = fn(&dyn Fabric);
 
+macro_rules! bodies {
+    ($($module:ident::{$($name:ident),* $(,)?})*) => {
+        &[$($((stringify!($name), $module::$name as Body),)*)*]
+    };
+}
+
 /// All bodies with their names.
-pub const BODIES: &[(&str, Body)] = &[
-    (
-        "writes_and_reads_move_every_byte",
-        data::writes_and_reads_move_every_byte,
-    ),
-    (
-        "batches_of_any_length_complete_in_order",
-        data::batches_of_any_length_complete_in_order,
-    ),
-    (
-        "a_zero_length_read_needs_no_key",
-        data::a_zero_length_read_needs_no_key,
-    ),
-    (
-        "a_wrong_remote_key_is_an_access_error",
-        data::a_wrong_remote_key_is_an_access_error,
-    ),
-    (
-        "a_wrong_local_key_is_a_protection_error",
-        data::a_wrong_local_key_is_a_protection_error,
-    ),
-    (
-        "bytes_past_a_region_are_out_of_reach",
-        data::bytes_past_a_region_are_out_of_reach,
-    ),
-    (
-        "a_peer_that_is_silent_ends_the_retries",
-        data::a_peer_that_is_silent_ends_the_retries,
-    ),
-    (
-        "error_state_flushes_what_is_outstanding",
-        data::error_state_flushes_what_is_outstanding,
-    ),
-    (
-        "a_full_send_queue_says_how_much_was_posted",
-        data::a_full_queue_says_how_much_was_posted,
-    ),
-    (
-        "posting_before_ready_to_send_loses_nothing",
-        data::posting_unconnected_loses_nothing,
-    ),
-    ("iova_names_the_memory", data::iova_names_the_memory),
-    (
-        "gid_rows_are_in_use_and_in_order",
-        events::gid_rows_are_in_use_and_in_order,
-    ),
-    (
-        "an_empty_gid_index_is_refused",
-        events::an_empty_gid_index_is_refused,
-    ),
-    (
-        "a_link_flap_is_two_kinds_of_events",
-        events::a_link_flap_is_two_kinds_of_events,
-    ),
-    (
-        "a_gid_comes_and_goes_with_events",
-        events::a_gid_comes_and_goes_with_events,
-    ),
-    (
-        "an_overrun_queue_names_itself",
-        events::an_overrun_queue_names_itself,
-    ),
-    ("queue_pairs_come_and_go", lifetime::queue_pairs_come_and_go),
-    (
-        "objects_may_be_dropped_in_any_order",
-        lifetime::objects_may_be_dropped_in_any_order,
-    ),
-    (
-        "memory_outlives_its_handle",
-        lifetime::memory_outlives_its_handle,
-    ),
-    (
-        "objects_of_two_contexts_do_not_mix",
-        lifetime::objects_of_two_contexts_do_not_mix,
-    ),
-    (
-        "bad_arguments_are_errors",
-        lifetime::bad_arguments_are_errors,
-    ),
-];
+pub const BODIES: &[(&str, Body)] = bodies! {
+    data::{
+        writes_and_reads_move_every_byte,
+        batches_of_any_length_complete_in_order,
+        a_zero_length_read_needs_no_key,
+        a_wrong_remote_key_is_an_access_error,
+        a_wrong_local_key_is_a_protection_error,
+        bytes_past_a_region_are_out_of_reach,
+        another_domain_is_out_of_reach,
+        a_peer_that_is_silent_ends_the_retries,
+        error_state_flushes_what_is_outstanding,
+        a_full_send_queue_says_how_much_was_posted,
+        posting_before_ready_to_send_loses_nothing,
+        iova_names_the_memory,
+    }
+    events::{
+        gid_rows_are_in_use_and_in_order,
+        an_empty_gid_index_is_refused,
+        a_link_flap_is_two_kinds_of_events,
+        a_gid_comes_and_goes_with_events,
+        an_overrun_queue_names_itself,
+    }
+    lifetime::{
+        queue_pairs_come_and_go,
+        objects_may_be_dropped_in_any_order,
+        memory_outlives_its_handle,
+        objects_of_two_contexts_do_not_mix,
+        bad_arguments_are_errors,
+    }
+};
 
 /// Two connected pairs with memory, for tests that go beyond [`BODIES`].
 #[derive(Debug)]
