@@ -126,6 +126,25 @@ fn a_better_class_moves_a_working_choice_only_after_it_settled() {
 }
 
 #[test]
+fn a_hold_that_a_flap_interrupted_begins_anew() {
+    let mut rig = Rig::new(&[1]);
+    rig.set_rows(1, &[row(1, LINK_LOCAL)]);
+    rig.event(AsyncEventKind::GidChange, 1);
+    rig.advance(Duration::from_millis(1_000));
+    rig.set_state(1, PortState::Down);
+    rig.event(AsyncEventKind::PortErr, 1);
+    rig.advance(Duration::from_secs(5));
+    rig.set_state(1, PortState::Active);
+    rig.event(AsyncEventKind::PortActive, 1);
+    rig.advance(Duration::from_millis(1_500));
+    assert!(!rig.observer.gate_open(1), "link-local is not taken yet");
+    rig.set_rows(1, &[row(1, LINK_LOCAL), row(6, GLOBAL)]);
+    rig.event(AsyncEventKind::GidChange, 1);
+    assert_eq!(rig.gid(1).map(|(index, _)| index), Some(6));
+    assert!(rig.observer.gate_open(1));
+}
+
+#[test]
 fn a_row_of_the_same_class_is_taken_at_once_when_the_one_in_use_is_gone() {
     let mut rig = Rig::new(&[1]);
     rig.set_rows(1, &[row(1, LINK_LOCAL), row(5, "10.50.1.77")]);

@@ -377,11 +377,17 @@ fn a_withdrawn_peer_nic_is_used_again_on_good_news() {
     let id = rail(0, 0, 0);
     let nic = id.peer;
     rig.input(Input::PeerNicGate { nic, up: false });
+    let dropped = |rig: &Rig| {
+        rig.log.iter().filter(|(_, action)| *action == Action::DropEndpoint { rail: id }).count()
+    };
+    assert_eq!(dropped(&rig), 1, "the peer has cut its end");
     rig.advance(Duration::from_secs(40));
     assert_eq!(rig.state(id), RailState::Down);
     assert_eq!(rig.connects(id), 1);
     rig.input(Input::PeerNicGate { nic, up: true });
     assert_eq!(rig.state(id), RailState::Up);
+    rig.gate(0, LocalGate::Dead);
+    assert_eq!(dropped(&rig), 2, "and so does a dead context");
 }
 
 #[test]
