@@ -1,8 +1,10 @@
 //! What a port's reading says, and how two readings differ.
 
+use rerail_topology::NetdevFacts;
+use rerail_topology::gid::{Selection, UnreadableRow};
 use rerail_verbs::{GidEntry, LinkLayer, Mtu, PortAttr, PortState};
 
-use super::gid::{GidChoice, NoGid, same_row};
+use super::gid::{NoGid, same_place};
 
 /// One complete, fresh reading of a port. A reading of which any part failed is a [`ReadFailure`].
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -11,6 +13,10 @@ pub struct PortReading {
     pub attr: PortAttr,
     /// The GID table's rows; empty slots have none.
     pub gids: Vec<GidEntry>,
+    /// Slots of the table that hold something and could not be read.
+    pub unreadable: Vec<UnreadableRow>,
+    /// What is known of the interfaces behind the rows; may be empty.
+    pub netdevs: Vec<NetdevFacts>,
     /// The P_Key table in host byte order, index 0 first; may be empty on Ethernet.
     pub pkeys: Vec<u16>,
 }
@@ -35,7 +41,7 @@ pub struct PortFacts {
     /// LID; meaningful on InfiniBand only.
     pub lid: u16,
     /// The GID in use. Kept while the port is down; `None` only before the first one is known.
-    pub gid: Option<GidChoice>,
+    pub gid: Option<Selection>,
     /// The P_Key at the index in use; `None` where the table was not given.
     pub pkey: Option<u16>,
     /// MTU in force; `None` when the device's code for it is not known.
@@ -58,7 +64,7 @@ impl PortFacts {
         }
     }
 
-    pub(super) fn of(reading: &PortReading, gid: Option<GidChoice>, pkey_index: u16) -> Self {
+    pub(super) fn of(reading: &PortReading, gid: Option<Selection>, pkey_index: u16) -> Self {
         Self {
             up: reading.attr.state.is_active(),
             link_layer: reading.attr.link_layer,
@@ -116,9 +122,7 @@ pub(super) fn compare(published: Option<&PortFacts>, found: &PortFacts) -> (Chan
     changes.set(Changes::STATE, old.up != found.up);
     changes.set(Changes::LINK_LAYER, old.link_layer != found.link_layer);
     let moved = match (&old.gid, &found.gid) {
-        (Some(old), Some(found)) if old.entry.gid == found.entry.gid => {
-            old.entry.index != found.entry.index || !same_row(&old.entry, &found.entry)
-        }
+        (Some(old), Some(found)) if old.gid == found.gid => !same_place(old, found),
         (old, found) => {
             changes.set(Changes::GID, old.is_some() || found.is_some());
             false

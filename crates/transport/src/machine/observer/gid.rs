@@ -1,33 +1,15 @@
-//! Which GID of a port is used, kept steady: design §5's hysteresis over a ranking that is given.
+//! Which GID of a port is used: topology's ranking and hysteresis, as the observer needs them.
 //!
-//! Deliberately not here: how rows are ranked ([`GidRanking`] is the seam), and which GID suits a
-//! certain peer (connecting re-ranks for its pair).
+//! Deliberately not here: how rows are ranked and how long a choice stays ([`rerail_topology::gid`])
+//! and which GID suits a certain peer (connecting re-ranks for its pair).
 
-use std::time::Duration;
-
-use rerail_verbs::GidEntry;
+use rerail_topology::gid::{
+    GidPolicy, Hysteresis, HysteresisTimes, PortTable, Selection, Steady, rank,
+};
+use rerail_verbs::Gid;
 
 use super::PortReading;
 use crate::machine::Time;
-
-/// A row of a GID table that can be used, with its class: lower is better.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct GidChoice {
-    /// The row.
-    pub entry: GidEntry,
-    /// Its class in the ranking; 0 is the best.
-    pub class: u8,
-}
-
-/// Ranks a port's GID table.
-pub trait GidRanking {
-    /// The usable rows of the reading, best first.
-    ///
-    /// # Errors
-    ///
-    /// A sentence that says why no row is usable.
-    fn rank(&self, reading: &PortReading) -> Result<Vec<GidChoice>, String>;
-}
 
 /// Why a port that is up has no GID.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, thiserror::Error)]
@@ -39,133 +21,84 @@ pub enum NoGid {
         /// The ranking's words.
         reason: String,
     },
-    /// The only rows are worse than the one that was published; a better one is waited for.
-    #[error(
-        "only GIDs of class {class} are there, waiting until {until} for one of class {wanted}"
-    )]
+    /// The only rows are of a worse class than the one that was published; its return is waited
+    /// for.
+    #[error("only GIDs worse than the published one are there; one of them is taken at {until}")]
     Held {
         /// When the worse class will be taken.
         until: Time,
-        /// Best class that is there.
-        class: u8,
-        /// Class that was published last.
-        wanted: u8,
     },
 }
 
-/// Times of the hysteresis.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct HysteresisTimes {
-    /// How long a better class must have been there before it replaces a working GID.
-    pub settle: Duration,
-    /// How long a worse class waits for the return of what was published.
-    pub downgrade_hold: Duration,
+/// What a reading means for the GID in use.
+pub(super) struct Choice {
+    /// The row in use, or why there is none now.
+    pub(super) gid: Result<Selection, NoGid>,
+    /// All usable GIDs, best first.
+    pub(super) gids: Vec<Gid>,
+    /// When the port must be read again because a wait ends.
+    pub(super) settle: Option<Time>,
 }
-
-impl Default for HysteresisTimes {
-    fn default() -> Self {
-        Self {
-            settle: Duration::from_millis(2_000),
-            downgrade_hold: Duration::from_millis(2_000),
-        }
-    }
-}
-
-/// What the hysteresis says to a reading, and when the port must be read again for its sake.
-pub(super) type Verdict = (Result<GidChoice, NoGid>, Option<Time>);
 
 /// The GID in use of one port.
 #[derive(Clone, Debug)]
-pub(super) struct Hysteresis<R> {
-    ranking: R,
-    times: HysteresisTimes,
-    in_use: Option<GidChoice>,
-    better_since: Option<Time>,
-    worse_since: Option<Time>,
+pub(super) struct PortGids {
+    device: String,
+    port: u32,
+    policy: GidPolicy,
+    hysteresis: Hysteresis,
 }
 
-impl<R: GidRanking> Hysteresis<R> {
-    pub(super) fn new(ranking: R, times: HysteresisTimes) -> Self {
+impl PortGids {
+    pub(super) fn new(device: &str, port: u32, policy: &GidPolicy, times: HysteresisTimes) -> Self {
         Self {
-            ranking,
-            times,
-            in_use: None,
-            better_since: None,
-            worse_since: None,
+            device: device.to_owned(),
+            port,
+            policy: policy.clone(),
+            hysteresis: Hysteresis::new(times),
         }
     }
 
     /// The port is not active: GIDs come and go meanwhile, and no wait runs.
     pub(super) fn port_down(&mut self) {
-        self.better_since = None;
-        self.worse_since = None;
+        self.hysteresis.port_down();
     }
 
     /// Chooses from the reading of an active port.
-    pub(super) fn select(&mut self, now: Time, reading: &PortReading) -> Verdict {
-        let ranked = match self.ranking.rank(reading) {
-            Ok(ranked) => ranked,
-            Err(reason) => return (Err(self.none_usable(reason)), None),
+    pub(super) fn choose(&mut self, now: Time, reading: &PortReading) -> Choice {
+        let table = PortTable {
+            device: &self.device,
+            port: self.port,
+            link_layer: reading.attr.link_layer,
+            table_len: Some(reading.attr.gid_tbl_len),
+            entries: &reading.gids,
+            unreadable: &reading.unreadable,
+            netdevs: &reading.netdevs,
         };
-        let Some(best) = ranked.first() else {
-            return (Err(self.none_usable("no row is left".into())), None);
+        let ranking = rank(&table, &self.policy);
+        let steady = self.hysteresis.handle(now.as_duration(), &table, &ranking);
+        let none_usable = || NoGid::NoneUsable {
+            reason: match ranking.selected() {
+                Ok(_) => "none is left".to_owned(),
+                Err(error) => error.to_string(),
+            },
         };
-        let Some(used) = &self.in_use else {
-            return (Ok(self.take(best.clone())), None);
+        let gid = match steady {
+            Steady::Held { until } => Err(NoGid::Held {
+                until: Time::ZERO + until,
+            }),
+            Steady::Unusable => Err(none_usable()),
+            _ => self.hysteresis.in_use().cloned().ok_or_else(none_usable),
         };
-        let still_there = ranked
-            .iter()
-            .filter(|row| same_row(&row.entry, &used.entry));
-        // The same row may be shown twice for a moment while it moves: the known index wins.
-        let current = still_there.min_by_key(|row| row.entry.index != used.entry.index);
-        match current {
-            Some(current) if best.class < current.class => {
-                let since = *self.better_since.get_or_insert(now);
-                let due = since + self.times.settle;
-                if now >= due {
-                    (Ok(self.take(best.clone())), None)
-                } else {
-                    let current = current.clone();
-                    self.worse_since = None;
-                    self.in_use = Some(current.clone());
-                    (Ok(current), Some(due))
-                }
-            }
-            Some(current) => (Ok(self.take(current.clone())), None),
-            None if best.class <= used.class => (Ok(self.take(best.clone())), None),
-            None => {
-                let wanted = used.class;
-                let since = *self.worse_since.get_or_insert(now);
-                let until = since + self.times.downgrade_hold;
-                self.better_since = None;
-                if now >= until {
-                    (Ok(self.take(best.clone())), None)
-                } else {
-                    let held = NoGid::Held {
-                        until,
-                        class: best.class,
-                        wanted,
-                    };
-                    (Err(held), Some(until))
-                }
-            }
+        Choice {
+            gid,
+            gids: ranking.accepted().iter().map(|row| row.gid).collect(),
+            settle: self.hysteresis.next_timeout().map(|at| Time::ZERO + at),
         }
-    }
-
-    fn take(&mut self, choice: GidChoice) -> GidChoice {
-        self.port_down();
-        self.in_use = Some(choice.clone());
-        choice
-    }
-
-    fn none_usable(&mut self, reason: String) -> NoGid {
-        // The hold counts from the first sight of a worse row, not of an empty table.
-        self.port_down();
-        NoGid::NoneUsable { reason }
     }
 }
 
-/// Whether two rows are the same, wherever they stand.
-pub(super) fn same_row(left: &GidEntry, right: &GidEntry) -> bool {
-    left.gid == right.gid && left.gid_type == right.gid_type && left.netdev == right.netdev
+/// Whether two selections are one row at one place.
+pub(super) fn same_place(left: &Selection, right: &Selection) -> bool {
+    left.index == right.index && left.gid_type == right.gid_type && left.netdev == right.netdev
 }

@@ -1,6 +1,6 @@
 //! What an observer is told, and what it wants done.
 
-use rerail_verbs::{AsyncEvent, AsyncEventKind, ObjectId};
+use rerail_verbs::{AsyncEvent, AsyncEventKind, Gid, ObjectId};
 
 use super::{Changes, DeathCause, FailReason, Outcome, PortFacts, PortReading, ReadFailure};
 
@@ -120,6 +120,8 @@ pub enum Action {
         port: u32,
         /// What is true now.
         facts: PortFacts,
+        /// Its usable GIDs, best first; none while it is down.
+        gids: Vec<Gid>,
     },
     /// Endpoints work on; make new ones with the new values when there is occasion.
     ReplaceLazily {

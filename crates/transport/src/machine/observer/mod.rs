@@ -31,15 +31,16 @@ use std::time::Duration;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
+use rerail_topology::gid::{GidPolicy, HysteresisTimes};
 use rerail_verbs::{AsyncEvent, AsyncEventKind};
 
 pub use event::DeathCause;
 pub use facts::{Changes, FailReason, Outcome, PortFacts, PortReading, ReadFailure};
-pub use gid::{GidChoice, GidRanking, HysteresisTimes, NoGid};
+pub use gid::NoGid;
 pub use io::{Action, CloseCause, Counters, CutCause, Input, ReadId};
 
 use self::event::{Meaning, meaning};
-use self::gid::Hysteresis;
+use self::gid::PortGids;
 use self::port::PortWatch;
 use super::backoff::Backoff;
 use super::time::earliest;
@@ -60,6 +61,8 @@ pub struct ObserverConfig {
     pub read_retry_wait: Duration,
     /// How long a reading may take before the context counts as dead. 1 s.
     pub verb_timeout: Duration,
+    /// How steady the choice of a GID is (`settle_ms`, `downgrade_hold_ms`).
+    pub hysteresis: HysteresisTimes,
     /// Index of the P_Key in use. 0.
     pub pkey_index: u16,
     /// First wait before a dead context is opened again. 250 ms.
@@ -70,7 +73,18 @@ pub struct ObserverConfig {
 
 impl Default for ObserverConfig {
     fn default() -> Self {
-        port::default_config()
+        Self {
+            coalesce: Duration::from_millis(20),
+            recheck: Duration::from_millis(1_000),
+            recheck_healthy: Duration::from_secs(10),
+            read_retries: 3,
+            read_retry_wait: Duration::from_millis(5),
+            verb_timeout: Duration::from_millis(1_000),
+            hysteresis: HysteresisTimes::default(),
+            pkey_index: 0,
+            reopen_backoff_min: Duration::from_millis(250),
+            reopen_backoff_max: Duration::from_secs(30),
+        }
     }
 }
 
@@ -87,9 +101,9 @@ enum ContextState {
 
 /// Watches one context. See the [module](self).
 #[derive(Clone, Debug)]
-pub struct Observer<R> {
+pub struct Observer {
     config: ObserverConfig,
-    ports: BTreeMap<u32, PortWatch<R>>,
+    ports: BTreeMap<u32, PortWatch>,
     epoch: u32,
     state: ContextState,
     reopen: Backoff,
@@ -98,13 +112,13 @@ pub struct Observer<R> {
     out: VecDeque<Action>,
 }
 
-impl<R: GidRanking + Clone> Observer<R> {
-    /// An observer of `ports` of a context that is open; each is read at once.
+impl Observer {
+    /// An observer of `ports` of the device, whose context is open; each port is read at once.
     pub fn new(
         now: Time,
         config: ObserverConfig,
-        hysteresis: HysteresisTimes,
-        ranking: &R,
+        device: &str,
+        policy: &GidPolicy,
         ports: impl IntoIterator<Item = u32>,
         seed: u64,
     ) -> Self {
@@ -119,16 +133,14 @@ impl<R: GidRanking + Clone> Observer<R> {
             out: VecDeque::new(),
         };
         for port in ports {
-            let selector = Hysteresis::new(ranking.clone(), hysteresis);
-            let mut watch = PortWatch::new(port, selector);
+            let gid = PortGids::new(device, port, policy, config.hysteresis);
+            let mut watch = PortWatch::new(port, gid);
             watch.reopened(now, &mut observer.out);
             observer.ports.insert(port, watch);
         }
         observer
     }
-}
 
-impl<R: GidRanking> Observer<R> {
     /// Names the context that is open or being opened; goes up with each re-opening.
     pub fn epoch(&self) -> u32 {
         self.epoch
@@ -235,7 +247,7 @@ impl<R: GidRanking> Observer<R> {
     }
 }
 
-impl<R: GidRanking> Machine for Observer<R> {
+impl Machine for Observer {
     type Input = Input;
     type Action = Action;
 

@@ -1,15 +1,14 @@
 //! One port: when it is read, and what its readings lead to.
 
 use std::collections::VecDeque;
-use std::time::Duration;
 
-use rerail_verbs::LinkLayer;
+use rerail_verbs::{Gid, LinkLayer};
 
 use super::facts::{compare, is_down};
-use super::gid::Hysteresis;
+use super::gid::{Choice, PortGids};
 use super::{
-    Action, Changes, CloseCause, CutCause, FailReason, GidRanking, ObserverConfig, Outcome,
-    PortFacts, PortReading, ReadFailure, ReadId,
+    Action, Changes, CloseCause, CutCause, FailReason, ObserverConfig, Outcome, PortFacts,
+    PortReading, ReadFailure, ReadId,
 };
 use crate::machine::Time;
 use crate::machine::time::earliest;
@@ -29,9 +28,9 @@ enum Phase {
 
 /// What is known and done about one port of a context.
 #[derive(Clone, Debug)]
-pub(super) struct PortWatch<R> {
+pub(super) struct PortWatch {
     port: u32,
-    selector: Hysteresis<R>,
+    gid: PortGids,
     published: Option<PortFacts>,
     gate_open: bool,
     phase: Phase,
@@ -48,11 +47,11 @@ pub(super) struct PortWatch<R> {
     failed: bool,
 }
 
-impl<R: GidRanking> PortWatch<R> {
-    pub(super) fn new(port: u32, selector: Hysteresis<R>) -> Self {
+impl PortWatch {
+    pub(super) fn new(port: u32, gid: PortGids) -> Self {
         Self {
             port,
-            selector,
+            gid,
             published: None,
             gate_open: false,
             phase: Phase::Idle,
@@ -161,7 +160,7 @@ impl<R: GidRanking> PortWatch<R> {
         self.phase = Phase::Dead;
         self.dirty = false;
         self.attempts = 0;
-        self.selector.port_down();
+        self.gid.port_down();
     }
 
     /// Cuts what used the port, and takes it out of the record.
@@ -178,7 +177,7 @@ impl<R: GidRanking> PortWatch<R> {
             });
         }
         facts.up = false;
-        self.publish(facts, out);
+        self.publish(facts, Vec::new(), out);
     }
 
     /// The context is open again, as new: all is read before anything may be used.
@@ -243,7 +242,7 @@ impl<R: GidRanking> PortWatch<R> {
             // is asked already: the event that brought the news made the port dirty.
             return None;
         }
-        let (gid, settle) = self.selector.select(now, reading);
+        let Choice { gid, gids, settle } = self.gid.choose(now, reading);
         let gid = match gid {
             Ok(gid) => gid,
             Err(reason) => {
@@ -260,11 +259,11 @@ impl<R: GidRanking> PortWatch<R> {
             return settle;
         }
         self.failed = false;
-        self.conclude_up(found, out);
+        self.conclude_up(found, gids, out);
         settle
     }
 
-    fn conclude_up(&mut self, found: PortFacts, out: &mut VecDeque<Action>) {
+    fn conclude_up(&mut self, found: PortFacts, gids: Vec<Gid>, out: &mut VecDeque<Action>) {
         let (changes, moved) = compare(self.published.as_ref(), &found);
         let outcome = match (changes.is_empty(), moved) {
             (true, false) => Outcome::Unchanged,
@@ -292,7 +291,7 @@ impl<R: GidRanking> PortWatch<R> {
         if changes.is_empty() {
             self.published = Some(found);
         } else {
-            self.publish(found, out);
+            self.publish(found, gids, out);
         }
         if !cuts && !changes.is_empty() {
             out.push_back(Action::ReplaceLazily {
@@ -310,7 +309,7 @@ impl<R: GidRanking> PortWatch<R> {
     }
 
     fn conclude_down(&mut self, reading: &PortReading, out: &mut VecDeque<Action>) {
-        self.selector.port_down();
+        self.gid.port_down();
         self.failed = false;
         match &self.published {
             None => {
@@ -318,7 +317,7 @@ impl<R: GidRanking> PortWatch<R> {
                 let mut facts = PortFacts::unknown();
                 facts.link_layer = reading.attr.link_layer;
                 self.report(Outcome::Changed(Changes::FIRST), out);
-                self.publish(facts, out);
+                self.publish(facts, Vec::new(), out);
             }
             Some(facts) if facts.up => {
                 self.report(Outcome::Changed(Changes::STATE), out);
@@ -347,26 +346,12 @@ impl<R: GidRanking> PortWatch<R> {
         });
     }
 
-    fn publish(&mut self, facts: PortFacts, out: &mut VecDeque<Action>) {
+    fn publish(&mut self, facts: PortFacts, gids: Vec<Gid>, out: &mut VecDeque<Action>) {
         self.published = Some(facts.clone());
         out.push_back(Action::Publish {
             port: self.port,
             facts,
+            gids,
         });
-    }
-}
-
-/// Times and limits of a port's reading, in force for all ports of a context.
-pub(super) const fn default_config() -> ObserverConfig {
-    ObserverConfig {
-        coalesce: Duration::from_millis(20),
-        recheck: Duration::from_millis(1_000),
-        recheck_healthy: Duration::from_secs(10),
-        read_retries: 3,
-        read_retry_wait: Duration::from_millis(5),
-        verb_timeout: Duration::from_millis(1_000),
-        pkey_index: 0,
-        reopen_backoff_min: Duration::from_millis(250),
-        reopen_backoff_max: Duration::from_secs(30),
     }
 }

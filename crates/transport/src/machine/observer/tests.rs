@@ -9,47 +9,12 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use rerail_verbs::{
-    AsyncEvent, AsyncEventKind, EventSubject, Gid, GidEntry, GidScope, GidType, LinkLayer, Mtu,
-    Netdev, PhysState, PortAttr, PortState,
+    AsyncEvent, AsyncEventKind, EventSubject, Gid, GidEntry, GidType, LinkLayer, Mtu, Netdev,
+    PhysState, PortAttr, PortState,
 };
 
 use super::*;
 use crate::machine::drive;
-
-/// A ranking that is enough for these tests: v2 before v1, global before link-local.
-#[derive(Clone, Debug)]
-pub(super) struct TestRanking;
-
-impl GidRanking for TestRanking {
-    fn rank(&self, reading: &PortReading) -> Result<Vec<GidChoice>, String> {
-        let infiniband = reading.attr.link_layer == LinkLayer::InfiniBand;
-        let mut rows: Vec<_> = reading
-            .gids
-            .iter()
-            .filter(|entry| !entry.gid.is_null())
-            .map(|entry| GidChoice {
-                entry: entry.clone(),
-                class: match (entry.gid_type, entry.gid.scope()) {
-                    _ if infiniband => 0,
-                    (GidType::RoceV1, _) => 6,
-                    (_, GidScope::Global) => 0,
-                    _ => 2,
-                },
-            })
-            .collect();
-        rows.sort_by_key(|row| {
-            (
-                row.class,
-                row.entry.gid.to_ipv4().is_none(),
-                row.entry.index,
-            )
-        });
-        if rows.is_empty() {
-            return Err("the table is empty".into());
-        }
-        Ok(rows)
-    }
-}
 
 pub(super) fn row(index: u32, gid: &str) -> GidEntry {
     GidEntry {
@@ -83,13 +48,15 @@ pub(super) fn reading(rows: &[GidEntry]) -> PortReading {
             active_speed: 32,
         },
         gids: rows.to_vec(),
+        unreadable: Vec::new(),
+        netdevs: Vec::new(),
         pkeys: vec![0xffff],
     }
 }
 
 /// An observer with a device that answers readings at once, or keeps them.
 pub(super) struct Rig {
-    pub(super) observer: Observer<TestRanking>,
+    pub(super) observer: Observer,
     pub(super) now: Time,
     pub(super) ports: BTreeMap<u32, Result<PortReading, ReadFailure>>,
     pub(super) answers: bool,
@@ -105,8 +72,8 @@ impl Rig {
             observer: Observer::new(
                 now,
                 ObserverConfig::default(),
-                HysteresisTimes::default(),
-                &TestRanking,
+                "mlx5_0",
+                &GidPolicy::default(),
                 ports.iter().copied(),
                 11,
             ),
@@ -205,8 +172,8 @@ impl Rig {
     }
 
     pub(super) fn gid(&self, port: u32) -> Option<(u32, Gid)> {
-        let choice = self.observer.facts(port)?.gid.as_ref()?;
-        Some((choice.entry.index, choice.entry.gid))
+        let selection = self.observer.facts(port)?.gid.as_ref()?;
+        Some((selection.index, selection.gid))
     }
 }
 

@@ -311,8 +311,8 @@ impl LocalRecord {
 
 /// A NIC that is down keeps the last GID's text: C++ readers refuse a whole record without it.
 fn nic_gid(nic: &Nic) -> Gid {
-    let choice = nic.facts.as_ref().and_then(|facts| facts.gid.as_ref());
-    choice.map_or(Gid::NULL, |choice| choice.entry.gid)
+    let selection = nic.facts.as_ref().and_then(|facts| facts.gid.as_ref());
+    selection.map_or(Gid::NULL, |selection| selection.gid)
 }
 
 fn rerail_device(nic: &Nic) -> RerailDevice {

@@ -6,12 +6,13 @@ mod record;
 mod writing;
 
 use rerail_metadata::descriptor::{LocationNics, Protocol};
-use rerail_verbs::{Gid, GidEntry, GidType, LinkLayer, Mtu};
+use rerail_topology::gid::{GidClass, Selection};
+use rerail_verbs::{Gid, GidType, LinkLayer, Mtu};
 
 use super::*;
 use crate::machine::drive;
 use crate::machine::ids::RegionId;
-use crate::machine::observer::{GidChoice, PortFacts};
+use crate::machine::observer::PortFacts;
 
 pub(super) fn instance(number: u8) -> InstanceId {
     InstanceId([number; 16])
@@ -22,14 +23,12 @@ pub(super) fn facts(up: bool, gid: &str) -> PortFacts {
         up,
         link_layer: LinkLayer::Ethernet,
         lid: 0,
-        gid: Some(GidChoice {
-            entry: GidEntry {
-                index: 3,
-                gid: gid.parse().expect("a GID literal"),
-                gid_type: GidType::RoceV2,
-                netdev: None,
-            },
-            class: 0,
+        gid: Some(Selection {
+            index: 3,
+            gid: gid.parse().expect("a GID literal"),
+            gid_type: GidType::RoceV2,
+            netdev: "ens1".into(),
+            class: GidClass::NetdevGlobal,
         }),
         pkey: Some(0xffff),
         mtu: Some(Mtu::Mtu4096),

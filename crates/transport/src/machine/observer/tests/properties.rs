@@ -84,7 +84,7 @@ impl Judge {
                     "the gate closes before the cut"
                 );
             }
-            Action::Publish { port, facts } => {
+            Action::Publish { port, facts, .. } => {
                 if !facts.up {
                     assert_ne!(self.open.get(port), Some(&true), "the gate closes first");
                 }

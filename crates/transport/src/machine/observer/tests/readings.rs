@@ -7,8 +7,8 @@ fn a_first_reading_publishes_and_opens_half() {
     let observer = Observer::new(
         Time::ZERO,
         ObserverConfig::default(),
-        HysteresisTimes::default(),
-        &TestRanking,
+        "mlx5_0",
+        &GidPolicy::default(),
         [1],
         1,
     );

@@ -378,7 +378,10 @@ fn a_withdrawn_peer_nic_is_used_again_on_good_news() {
     let nic = id.peer;
     rig.input(Input::PeerNicGate { nic, up: false });
     let dropped = |rig: &Rig| {
-        rig.log.iter().filter(|(_, action)| *action == Action::DropEndpoint { rail: id }).count()
+        rig.log
+            .iter()
+            .filter(|(_, action)| *action == Action::DropEndpoint { rail: id })
+            .count()
     };
     assert_eq!(dropped(&rig), 1, "the peer has cut its end");
     rig.advance(Duration::from_secs(40));
