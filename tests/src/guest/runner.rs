@@ -18,6 +18,21 @@ use crate::child::stdout_within;
 
 /// How long one test of another crate may take.
 const FOREIGN_LIMIT: Duration = Duration::from_secs(120);
+/// How long all tests of an executable may take under valgrind, on emulated processors.
+const VALGRIND_LIMIT: Duration = Duration::from_secs(400);
+/// Invalid accesses and lost memory are errors. What is only "possibly lost" is not: libibverbs
+/// keeps its list of devices for ever, reached through pointers into the middle of it.
+const VALGRIND: &[&str] = &[
+    "--quiet",
+    "--leak-check=full",
+    "--show-leak-kinds=definite",
+    "--errors-for-leak-kinds=definite",
+    "--child-silent-after-fork=yes",
+    "--error-exitcode=9",
+];
+/// A child made by fork leaves without freeing what it has a copy of. Valgrind takes that for lost
+/// and changes the exit status that the test looks at.
+const TESTS_IN_TURN: &[&str] = &["--test-threads=1", "--nocapture", "--skip=forked_child"];
 const LISTED_WITHIN: Duration = Duration::from_secs(30);
 const TICK: Duration = Duration::from_millis(20);
 
@@ -124,20 +139,40 @@ fn jobs() -> Result<Vec<Job>> {
         let (crate_name, path) = entry
             .split_once('=')
             .with_context(|| format!("RERAIL_DEVICE_TESTS: `{entry}` is not CRATE=PATH"))?;
-        let mut command = Command::new(path);
-        command.args(["--list", "--format", "terse"]);
-        for line in stdout_within(command, LISTED_WITHIN)?.lines() {
-            if let Some(test) = line.strip_suffix(": test") {
-                jobs.push(Job {
-                    name: format!("{crate_name}::{test}"),
-                    full_only: false,
-                    limit: FOREIGN_LIMIT,
-                    program: path.into(),
-                    arguments: ["--exact", "--nocapture", test].map(str::to_owned).to_vec(),
-                });
-            }
-        }
+        jobs.extend(foreign_jobs(crate_name, path)?);
     }
+    Ok(jobs)
+}
+
+/// A test executable's tests, one by one, and all of them once more under valgrind.
+fn foreign_jobs(crate_name: &str, path: &str) -> Result<Vec<Job>> {
+    let mut command = Command::new(path);
+    command.args(["--list", "--format", "terse"]);
+    let listed = stdout_within(command, LISTED_WITHIN)?;
+    let tests = listed
+        .lines()
+        .filter_map(|line| line.strip_suffix(": test"));
+    let mut jobs: Vec<_> = tests
+        .map(|test| Job {
+            name: format!("{crate_name}::{test}"),
+            full_only: false,
+            limit: FOREIGN_LIMIT,
+            program: path.into(),
+            arguments: ["--exact", "--nocapture", test].map(str::to_owned).to_vec(),
+        })
+        .collect();
+    jobs.push(Job {
+        name: format!("{crate_name}::all_under_valgrind"),
+        full_only: false,
+        limit: VALGRIND_LIMIT,
+        program: "valgrind".into(),
+        arguments: VALGRIND
+            .iter()
+            .chain(&[path])
+            .chain(TESTS_IN_TURN)
+            .map(|&a| a.to_owned())
+            .collect(),
+    });
     Ok(jobs)
 }
 
