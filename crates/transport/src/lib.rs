@@ -2,9 +2,11 @@
 //! Transports that survive faults. See the module list.
 
 mod error;
+mod listen;
 pub mod machine;
 pub mod rdma;
 pub mod rpc;
 pub mod settings;
+pub mod tcp;
 
 pub use error::{TransferError, TransportError};

@@ -5,13 +5,12 @@
 
 use std::future::Future;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use socket2::{Domain, Protocol, Socket, Type};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime;
@@ -21,11 +20,8 @@ use tokio::time::{sleep, timeout};
 
 use super::frame::{Decoder, Frame, LENGTH_MAX_DEFAULT, MessageType};
 use super::message::{ConnectionMessage, NO_REPLY, Notify, PROBE_REPLY};
+use crate::listen::listen_on_one_of;
 
-/// Ports that are tried at most when any of a range will do.
-const PORT_TRIES_MAX: u32 = 500;
-/// Connections that the kernel may hold before they are accepted.
-const BACKLOG: i32 = 128;
 /// Bytes asked of the socket at once.
 const CHUNK_BYTES: usize = 16 << 10;
 
@@ -89,8 +85,7 @@ impl RpcServer {
         handler: Arc<dyn Handler>,
         runtime: &runtime::Handle,
     ) -> io::Result<Self> {
-        let listener = bind_one_of(address, ports)?;
-        listener.set_nonblocking(true)?;
+        let listener = listen_on_one_of(address, ports)?;
         let entered = runtime.enter();
         let listener = TcpListener::from_std(listener)?;
         drop(entered);
@@ -110,64 +105,6 @@ impl Drop for RpcServer {
         // Connections under way end with the task that holds them.
         self.accepting.abort();
     }
-}
-
-fn bind_one_of(
-    address: Option<IpAddr>,
-    ports: RangeInclusive<u16>,
-) -> io::Result<std::net::TcpListener> {
-    let (first, last) = (*ports.start(), *ports.end());
-    if first > last {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            "the range of ports is empty",
-        ));
-    }
-    let count = u32::from(last - first) + 1;
-    // Random, so that engines which start at once do not all try the same port first.
-    let offset = rand::random_range(0..count);
-    let mut last_error = None;
-    for step in 0..count.min(PORT_TRIES_MAX) {
-        let port = first + ((offset + step) % count) as u16;
-        match bind(address, port) {
-            Ok(listener) => return Ok(listener),
-            Err(error) => last_error = Some(error),
-        }
-    }
-    let error = last_error.unwrap_or_else(|| io::ErrorKind::AddrInUse.into());
-    Err(io::Error::new(
-        error.kind(),
-        format!("no port of {first}..={last} can be used: {error}"),
-    ))
-}
-
-fn bind(address: Option<IpAddr>, port: u16) -> io::Result<std::net::TcpListener> {
-    if let Some(address) = address {
-        return listen(SocketAddr::new(address, port));
-    }
-    // A host may have no IPv6 at all.
-    listen(SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port)).or_else(|error| {
-        if error.kind() == io::ErrorKind::AddrInUse {
-            Err(error)
-        } else {
-            listen(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), port))
-        }
-    })
-}
-
-fn listen(address: SocketAddr) -> io::Result<std::net::TcpListener> {
-    let socket = Socket::new(
-        Domain::for_address(address),
-        Type::STREAM,
-        Some(Protocol::TCP),
-    )?;
-    if address.is_ipv6() {
-        socket.set_only_v6(false)?;
-    }
-    // No SO_REUSEADDR: a port that somebody else has just used is left alone.
-    socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    Ok(socket.into())
 }
 
 async fn accept(listener: TcpListener, limits: ServerLimits, handler: Arc<dyn Handler>) {
