@@ -208,6 +208,12 @@ impl Server {
         &mut self.process
     }
 
+    /// The process, without its stdout.
+    #[must_use]
+    pub fn into_process(self) -> Process {
+        self.process
+    }
+
     /// Sends SIGTERM and waits.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
-use crate::child::{self, Process};
+use crate::child::{self, Process, Server};
 
 /// How long a store may take until it answers.
 const READY_WITHIN: Duration = Duration::from_secs(30);
@@ -26,15 +26,15 @@ impl Store {
     /// # Errors
     /// If it does not come up.
     pub fn http() -> Result<Self> {
-        let address = free_address()?;
         let mut command = child::rerail()?;
-        command.args(["metadata", "serve", "--listen", &address]);
-        Self::start(
-            command,
-            TempDir::new()?,
-            &address,
-            format!("http://{address}/metadata"),
-        )
+        command.args(["metadata", "serve", "--listen", "127.0.0.1:0"]);
+        let server = Server::start(command, "ready ", READY_WITHIN)?;
+        let url = server.ready_line()["ready ".len()..].to_owned();
+        Ok(Self {
+            process: server.into_process(),
+            url,
+            _dir: TempDir::new()?,
+        })
     }
 
     /// etcd, from Debian's `etcd-server`.

@@ -5,7 +5,6 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
-use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::mpsc;
@@ -17,7 +16,7 @@ use serde_json::Value;
 use crate::artifacts::Artifacts;
 use crate::guest::Session;
 use crate::process::{self, BoundChild};
-use crate::{setup, workspace};
+use crate::workspace;
 
 /// How long a process may take to be ready, to move the data, and to end.
 const READY_WITHIN: Duration = Duration::from_secs(30);
@@ -71,7 +70,6 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode> {
 
 /// Starts this program in the guest, to run the demo there.
 fn in_guest() -> Result<ExitCode> {
-    setup::install_missing()?;
     let artifacts = Artifacts::build()?;
     let command: [OsString; 5] = [
         artifacts.program("xtask")?.into(),
@@ -132,16 +130,16 @@ impl<'a> Show<'a> {
     }
 
     fn run(&self) -> Result<()> {
-        let address = format!("127.0.0.1:{}", free_port()?);
-        let store = format!("http://{address}/metadata");
-        println!("demo: starting a metadata store: rerail metadata serve --listen {address}");
+        println!("demo: starting a metadata store: rerail metadata serve");
         let mut serve = BoundChild::start(self.rerail, |command| {
-            command
-                .args(["metadata", "serve", "--listen", &address])
-                .stdin(Stdio::null());
-            command.stdout(Stdio::null());
+            command.args(["metadata", "serve", "--listen", "127.0.0.1:0"]);
+            command.stdin(Stdio::null()).stdout(Stdio::piped());
         })?;
-        wait_for_server(&mut serve, &address)?;
+        let ready = first_line(&mut serve)?;
+        let store = ready
+            .strip_prefix("ready ")
+            .with_context(|| format!("the metadata store said `{ready}`"))?;
+        println!("demo: the store is at {store}");
 
         println!("demo: starting a target, which publishes its memory there");
         let mut target = BoundChild::start(self.rerail, |command| {
@@ -149,7 +147,7 @@ impl<'a> Show<'a> {
                 "bench",
                 "target",
                 "--metadata",
-                &store,
+                store,
                 "--name",
                 "demo-target",
             ]);
@@ -166,7 +164,7 @@ impl<'a> Show<'a> {
 
         for operation in ["write", "read"] {
             for &block in self.blocks {
-                self.transfer(&store, operation, block)?;
+                self.transfer(store, operation, block)?;
             }
         }
         println!("demo: ending the target; it withdraws what it had published");
@@ -217,27 +215,6 @@ impl<'a> Show<'a> {
         );
         Ok(())
     }
-}
-
-/// A port that nobody uses at present. Somebody may take it before the store does: then the store
-/// says so, and the demo fails.
-fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
-}
-
-fn wait_for_server(server: &mut BoundChild, address: &str) -> Result<()> {
-    let deadline = Instant::now() + READY_WITHIN;
-    while TcpStream::connect(address).is_err() {
-        if let Some(status) = server.get().try_wait()? {
-            bail!("the metadata store ended: {status}");
-        }
-        ensure!(
-            Instant::now() < deadline,
-            "the metadata store does not answer at {address}"
-        );
-        std::thread::sleep(TICK);
-    }
-    Ok(())
 }
 
 /// The first line that `child` prints.

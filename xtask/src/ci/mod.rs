@@ -3,7 +3,7 @@
 //! A list of stages, run in order; the first that fails ends the run. Quick ones that find common
 //! mistakes come first. Each has a budget: what it should take at most on two cores with nothing
 //! built before. Going over it is said aloud and fails nothing, since a busy machine is no fault of
-//! the change; twice the budget ends the stage's commands, since then something hangs.
+//! the change; a command that takes several times as long hangs, and is ended.
 
 mod stages;
 
@@ -16,6 +16,10 @@ use crate::{process, workspace};
 /// What all stages together may take without `--full`.
 const BUDGET: Duration = Duration::from_secs(30 * 60);
 
+/// A command hangs once it has taken this many of its stage's budgets and this long besides.
+const HANGS_AFTER_BUDGETS: u32 = 4;
+const HANGS_AFTER: Duration = Duration::from_secs(300);
+
 /// One stage.
 struct Stage {
     name: &'static str,
@@ -24,6 +28,12 @@ struct Stage {
     /// Only with `--full`.
     full_only: bool,
     run: fn(&Context) -> Result<()>,
+}
+
+impl Stage {
+    fn budget(&self) -> Duration {
+        Duration::from_secs(self.budget_s)
+    }
 }
 
 /// What a stage gets to know.
@@ -70,7 +80,7 @@ pub(crate) fn run(full: bool) -> Result<()> {
         let stage_started = Instant::now();
         let context = Context {
             full,
-            limit: Duration::from_secs(2 * stage.budget_s),
+            limit: HANGS_AFTER_BUDGETS * stage.budget() + HANGS_AFTER,
         };
         let outcome = (stage.run)(&context);
         let line = report(stage, stage_started.elapsed());
@@ -101,7 +111,7 @@ pub(crate) fn run(full: bool) -> Result<()> {
 
 /// The stage's time and its budget.
 fn report(stage: &Stage, took: Duration) -> String {
-    let over = if took.as_secs() > stage.budget_s {
+    let over = if took > stage.budget() {
         ": OVER ITS BUDGET"
     } else {
         ""
