@@ -1,7 +1,8 @@
 //! Which GID of a port is used: topology's ranking and hysteresis, as the observer needs them.
 //!
-//! Deliberately not here: how rows are ranked and how long a choice stays ([`rerail_topology::gid`])
-//! and which GID suits a certain peer (connecting re-ranks for its pair).
+//! Deliberately not here: how rows are ranked and how long a choice stays
+//! ([`rerail_topology::gid`]), and which GID suits a certain peer (connecting re-ranks for its
+//! pair).
 
 use rerail_topology::gid::{
     GidPolicy, Hysteresis, HysteresisTimes, PortTable, Selection, Steady, rank,
