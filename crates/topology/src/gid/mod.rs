@@ -25,3 +25,4 @@ pub use policy::{GidIndexes, GidPolicy};
 pub use rank::{GidError, PortTable, RankedRow, Ranking, UnreadableRow, Warning, rank};
 pub use reason::{Family, GidClass, Liveness, NetdevRole, Reason, RowFacts, Verdict};
 pub use table::TableFile;
+pub(crate) use table::parse_gid_type;

@@ -3,6 +3,7 @@
 //! Deliberately not here: what makes an attempt fail, and when to try again.
 
 use std::cmp::Reverse;
+use std::fmt;
 
 use rerail_verbs::Gid;
 
@@ -33,6 +34,20 @@ impl Affinity {
     /// Whether both are known to be in one subnet.
     pub fn is_same_subnet(&self) -> bool {
         self.common_bits() == SAME_SUBNET_BITS
+    }
+}
+
+impl fmt::Display for Affinity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.other_family {
+            f.write_str("not the peer's family")
+        } else if self.is_same_subnet() {
+            f.write_str("in the peer's subnet")
+        } else if self.common_bits() == 0 {
+            f.write_str("the peer's family, another subnet")
+        } else {
+            write!(f, "{} leading bits like the peer", self.common_bits())
+        }
     }
 }
 

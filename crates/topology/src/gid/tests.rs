@@ -84,7 +84,7 @@ fn roce_v1_is_used_only_without_v2_and_after_unknown_types() {
     let v1 = row(0, GidType::RoceV1, V4, Some("eth0"));
     let ib = row(1, GidType::InfiniBand, V4, Some("eth0"));
     assert_eq!(selected(std::slice::from_ref(&v1)), (0, GidClass::RoceV1));
-    assert_eq!(selected(&[ib.clone()]), (1, GidClass::RoceV1));
+    assert_eq!(selected(std::slice::from_ref(&ib)), (1, GidClass::RoceV1));
     let unknown = row(9, GidType::UNKNOWN, LINK_LOCAL, None);
     assert_eq!(selected(&[v1.clone(), unknown]), (9, GidClass::UnknownType));
     // A v2 row that is itself rejected keeps no v1 row out.
@@ -387,7 +387,10 @@ fn a_better_class_waits_until_it_has_settled() {
     let strong = v2(3, V4, eth0);
     let both = [weak.clone(), strong.clone()];
     let mut port = Port::new();
-    assert!(matches!(port.read(0, &[weak.clone()]), Steady::Changed(_)));
+    assert!(matches!(
+        port.read(0, std::slice::from_ref(&weak)),
+        Steady::Changed(_)
+    ));
     assert_eq!(port.read(100, &both), Steady::Unchanged);
     assert_eq!(port.hysteresis.next_timeout(), Some(millis(2_100)));
     assert_eq!(port.read(2_099, &both), Steady::Unchanged);

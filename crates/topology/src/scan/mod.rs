@@ -1,0 +1,72 @@
+//! What the machine has, read from sysfs below a root that may be a copy of one.
+//!
+//! A fault in one slot, port or NIC becomes a warning, or a row of its own, and never hides the
+//! others. Empty GID slots are no faults. Deliberately not here: what to make of it
+//! (the matrix, [`rank`](crate::gid::rank)), and opening devices for use.
+
+mod gpu;
+mod netdevs;
+mod nic;
+mod root;
+
+use std::path::Path;
+
+pub use gpu::{Gpu, GpuVendor};
+pub use nic::{Nic, NicPort};
+pub(crate) use {gpu::visible, nic::natural};
+
+use crate::{NetdevFacts, TopologyError};
+use root::Root;
+
+/// Everything found below one root.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Scan {
+    /// NICs, usable or not, by name.
+    pub nics: Vec<Nic>,
+    /// GPUs by PCI address.
+    pub gpus: Vec<Gpu>,
+    /// Network interfaces by name.
+    pub netdevs: Vec<NetdevFacts>,
+    /// NUMA nodes, ascending; node 0 alone where the kernel knows none.
+    pub nodes: Vec<u32>,
+    /// Faults that hid something, in words.
+    pub warnings: Vec<String>,
+}
+
+impl Scan {
+    /// Reads `sys`, `dev` and `proc` below `root`, which stands for `/`.
+    ///
+    /// # Errors
+    ///
+    /// Only if `root` itself is not there; a machine without any RDMA is no error.
+    pub fn read(root: &Path) -> Result<Self, TopologyError> {
+        let root = Root::new(root).map_err(|source| TopologyError::Read {
+            path: root.to_owned(),
+            source,
+        })?;
+        let mut warnings = Vec::new();
+        Ok(Self {
+            nics: nic::scan(&root, &mut warnings),
+            gpus: gpu::scan(&root, &mut warnings),
+            netdevs: netdevs::scan(&root),
+            nodes: nodes(&root),
+            warnings,
+        })
+    }
+
+    /// The NIC of that name.
+    pub fn nic(&self, name: &str) -> Option<&Nic> {
+        self.nics.iter().find(|nic| nic.name == name)
+    }
+}
+
+fn nodes(root: &Root) -> Vec<u32> {
+    let names = root.list("sys/devices/system/node").unwrap_or_default();
+    let numbers = names.iter().filter_map(|name| name.strip_prefix("node"));
+    let mut nodes: Vec<u32> = numbers.filter_map(|number| number.parse().ok()).collect();
+    nodes.sort_unstable();
+    if nodes.is_empty() {
+        nodes.push(0);
+    }
+    nodes
+}
