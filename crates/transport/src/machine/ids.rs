@@ -11,12 +11,13 @@ pub struct LocalNic(pub u32);
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct PeerId(pub u64);
 
-/// A peer's NIC: its position in the peer's `devices[]`, found **by name**.
+/// A peer's NIC: a number that the driver gives its **name**, for as long as the peer lives. Not
+/// its position in `devices[]`, which an owner may reorder.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct PeerNic {
     /// The peer.
     pub peer: PeerId,
-    /// Position in its `devices[]`.
+    /// The driver's number for the NIC's name.
     pub nic: u32,
 }
 

@@ -6,6 +6,39 @@
 //! under the real driver, under the simulated fabric with one seed and virtual time, and in a
 //! replay of a recording ([`record`]).
 //!
+//! | machine | one for | decides |
+//! |---|---|---|
+//! | [`observer`] | context | what an event means, which GID is used, when gates close and open |
+//! | [`publisher`] | engine | what is stored and told to subscribers, when; whose name it is |
+//! | [`peers`] | engine | which records are taken in and when they are read; who restarted |
+//! | [`rail`] | engine | which rails carry work, when they are proved, who is blamed |
+//! | [`fence`] | engine | when abandoned work can touch no memory any more |
+//! | [`transfer`] | engine | when a transfer fails, and why |
+//! | [`progress`] | data thread | which queue pairs do not progress; how much may be posted |
+//!
+//! The endpoint, one for each connection, is a machine too:
+//! [`rdma::endpoint`](crate::rdma::endpoint). [`verdict`] says whose fault a completion is,
+//! [`ids`] how things are named, [`flow`] what one machine's actions mean to the next.
+//!
+//! # The way of one event
+//!
+//! ```text
+//!  device            observer             publisher                   a peer
+//!    | PORT_ERR          |                    |                          |
+//!    |------------------>| CloseGate ---------+--> rails: Down, no post  |
+//!    |   (acknowledged)  | ReadPort           |                          |
+//!    |<------------------|                    |                          |
+//!    | DOWN              | CutEndpoints ------+--> fence: ERR + close -->| its end in ERR
+//!    |------------------>| Publish ---------->| Push ------------------->| peers: NIC Down
+//!    |                   |                    | Store ---> store ------->|   rails: Down
+//!    | PORT_ACTIVE       |                    |                          |
+//!    |------------------>| ReadPort, Publish->| Push, Store ------------>| peers: NIC Up
+//!    |                   | HalfOpen ----------+--> rails: connect, probe, Up <--> accepts()
+//! ```
+//!
+//! Work that was posted through the closed gate comes back flushed or not at all: [`progress`]
+//! finds the latter, [`transfer`] says that its slices are posted again, [`fence`] when.
+//!
 //! # How a driver uses a machine
 //!
 //! Every driver's loop body is a `step(now)` of this shape, whatever the machine:
@@ -53,6 +86,7 @@
 
 pub mod backoff;
 pub mod fence;
+pub mod flow;
 pub mod ids;
 pub mod observer;
 pub mod peers;
@@ -60,6 +94,8 @@ pub mod progress;
 pub mod publisher;
 pub mod rail;
 pub mod record;
+#[cfg(test)]
+mod tests;
 mod time;
 pub mod transfer;
 pub mod verdict;

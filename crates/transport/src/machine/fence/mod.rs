@@ -1,17 +1,18 @@
 //! The fence. Its invariant, which everything here is for:
 //!
-//! **When a transfer is reported finished — success, failure, deadline or cancel — no work of it
-//! can still touch memory at either end.**
+//! **When a transfer is reported finished (success, failure, deadline or cancel), no work of it can
+//! still touch memory at either end.**
 //!
 //! A reliable connection does not give that by itself. A WRITE that was posted before its queue
 //! pair went to ERR and was drained still landed half a second and more later, on a soft-RoCE
 //! device with a delayed wire, in memory that its owner had reused. So abandoned work is fenced at
 //! both ends:
 //!
-//! | end | fenced when | needed for |
-//! |---|---|---|
-//! | local | its queue pairs are in ERR *and then* drained, or are destroyed | posting the work again; reporting an abandoned READ |
-//! | remote | the peer has confirmed its end in ERR; or [`FenceConfig::packet_lifetime`] has passed since the local fence | with the local fence: reporting an abandoned WRITE |
+//! * the **local end** is fenced when its queue pairs are in ERR *and then* drained, or are
+//!   destroyed. Posting the work again, and reporting an abandoned READ, need this much;
+//! * the **remote end** is fenced when the peer has confirmed its end in ERR, or, if it does not
+//!   answer, [`FenceConfig::packet_lifetime`] after the local fence. Reporting an abandoned WRITE
+//!   needs both.
 //!
 //! The close goes to the peer together with ERR, so that the usual cost is one round trip. A
 //! transfer that was never interrupted pays nothing.

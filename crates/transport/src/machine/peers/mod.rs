@@ -59,7 +59,8 @@ pub struct PeersConfig {
     pub missing_max: u32,
     /// Silence after which a subscription counts as lost. 3 s.
     pub heartbeat_lost: Duration,
-    /// How long a heartbeat may name a generation that does not come, before it is read. 500 ms.
+    /// How long a heartbeat may speak of a generation that does not come, before the record is
+    /// read. 500 ms.
     pub behind: Duration,
 }
 
