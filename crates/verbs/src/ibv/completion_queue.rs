@@ -1,5 +1,6 @@
 //! Completion queues.
 
+use std::mem::MaybeUninit;
 use std::os::raw::c_int;
 use std::ptr::NonNull;
 
@@ -48,14 +49,18 @@ impl CompletionQueue {
     }
 
     pub(crate) fn poll(&self, completions: &mut [Completion]) -> BackendResult<usize> {
-        // SAFETY: all zero is a value of every field. Providers leave fields of failed work
-        // unwritten; so nothing uninitialised is ever read.
-        let mut raw: [ffi::ibv_wc; CHUNK] = unsafe { std::mem::zeroed() };
+        let mut raw = [const { MaybeUninit::<ffi::ibv_wc>::uninit() }; CHUNK];
+        let head: *mut ffi::ibv_wc = raw.as_mut_ptr().cast();
         let mut taken = 0;
         while taken < completions.len() {
             let room = (completions.len() - taken).min(CHUNK);
-            // SAFETY: the queue is alive and the array has room for as many.
-            let count = unsafe { (self.poll)(self.raw.as_ptr(), room as c_int, raw.as_mut_ptr()) };
+            // SAFETY: the queue is alive and the array has room for as many. All zero is a value
+            // of every field; providers leave fields of failed work unwritten, and nothing
+            // uninitialised must be read below.
+            let count = unsafe {
+                head.write_bytes(0, room);
+                (self.poll)(self.raw.as_ptr(), room as c_int, head)
+            };
             if count < 0 {
                 if taken > 0 {
                     // These are not to be lost. A broken queue fails again at the next call.
@@ -64,7 +69,9 @@ impl CompletionQueue {
                 ffi::check(count)?;
             }
             let count = (count as usize).min(room);
-            for (to, from) in completions[taken..].iter_mut().zip(&raw[..count]) {
+            // SAFETY: `count` is at most `room`, so that these were written above.
+            let found = unsafe { std::slice::from_raw_parts(head, count) };
+            for (to, from) in completions[taken..].iter_mut().zip(found) {
                 *to = completion(from);
             }
             taken += count;

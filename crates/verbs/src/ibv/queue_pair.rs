@@ -210,22 +210,24 @@ impl QueuePair {
 
     /// Chains at most [`CHUNK`] requests on the stack and posts them.
     fn post_chunk(&self, requests: &[WorkRequest]) -> Result<(), PostRefusal> {
-        let mut pieces = [[Sge::default(); SGE_MAX]; CHUNK];
+        let mut pieces = [const { MaybeUninit::<ffi::ibv_sge>::uninit() }; CHUNK * SGE_MAX];
         let mut chain = [const { MaybeUninit::<ffi::ibv_send_wr>::uninit() }; CHUNK];
         let head: *mut ffi::ibv_send_wr = chain.as_mut_ptr().cast();
+        let first_piece: *mut ffi::ibv_sge = pieces.as_mut_ptr().cast();
         for (index, request) in requests.iter().enumerate() {
-            let sges = request.sges();
-            pieces[index][..sges.len()].copy_from_slice(sges);
+            let sge_list = first_piece.wrapping_add(index * SGE_MAX);
+            for (place, sge) in request.sges().iter().enumerate() {
+                // SAFETY: a request has at most `SGE_MAX` pieces, and there are at most `CHUNK`
+                // requests, so the place lies inside `pieces`, to which nothing else refers.
+                unsafe { sge_list.add(place).write(scatter_gather(sge)) };
+            }
             let next = if index + 1 < requests.len() {
                 head.wrapping_add(index + 1)
             } else {
                 ptr::null_mut()
             };
-            chain[index].write(work_request(
-                request,
-                pieces[index].as_mut_ptr().cast(),
-                next,
-            ));
+            // SAFETY: `index` is less than `CHUNK`; nothing else refers to `chain`.
+            unsafe { head.add(index).write(work_request(request, sge_list, next)) };
         }
         let mut bad: *mut ffi::ibv_send_wr = ptr::null_mut();
         // SAFETY: the pair is alive. The chain is initialised up to its last link, whose `next` is
@@ -264,6 +266,14 @@ fn refusal(
             in_doubt: count,
             errno,
         },
+    }
+}
+
+fn scatter_gather(sge: &Sge) -> ffi::ibv_sge {
+    ffi::ibv_sge {
+        addr: sge.addr,
+        length: sge.length,
+        lkey: sge.lkey,
     }
 }
 
