@@ -1,5 +1,6 @@
 //! Errors of the transports.
 
+use rerail_topology::SettingError;
 use rerail_verbs::VerbsError;
 
 /// Why a transfer failed. It is reported only once no work of the transfer can touch memory any
@@ -128,6 +129,16 @@ pub enum TransportError {
     /// The transport is being closed.
     #[error("the transport is closed")]
     Closed,
+}
+
+impl From<SettingError> for TransportError {
+    fn from(error: SettingError) -> Self {
+        Self::Setting {
+            variable: error.variable,
+            value: error.value,
+            expected: error.expected,
+        }
+    }
 }
 
 impl TransportError {

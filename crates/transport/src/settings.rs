@@ -29,6 +29,11 @@ impl<'a> Settings<'a> {
         })
     }
 
+    /// The value of a variable, by its full name.
+    pub fn variable(&self, variable: &str) -> Option<String> {
+        (self.lookup)(variable)
+    }
+
     /// A number within `range`; `None` when the setting is not there.
     ///
     /// # Errors

@@ -4,6 +4,7 @@
 //! Commands write to a locked stdout with `writeln!(out, …)?`, never with `println!`, which panics
 //! when the reader has gone. Logs and errors go to stderr. Deliberately not here: any work.
 
+mod bench;
 mod gids;
 mod metadata;
 
@@ -14,6 +15,7 @@ use clap::Subcommand;
 /// What the program can do.
 #[derive(Subcommand)]
 pub(crate) enum Command {
+    Bench(bench::Args),
     Gids(gids::Args),
     Metadata(metadata::Args),
 }
@@ -22,6 +24,7 @@ impl Command {
     /// Runs the command.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         match self {
+            Self::Bench(args) => bench::run(args),
             Self::Gids(args) => gids::run(&args),
             Self::Metadata(args) => metadata::run(args),
         }

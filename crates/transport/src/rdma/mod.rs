@@ -27,7 +27,6 @@ pub mod connector;
 pub mod data_thread;
 pub mod driver;
 pub mod endpoint;
-mod gid;
 pub mod inbox;
 mod link;
 pub mod memory;

@@ -9,15 +9,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use rerail_topology::gid::{Hysteresis, HysteresisTimes, PortTable, Selection, rank};
 use rerail_verbs::{
     AccessFlags, CompletionQueue, Context, Device, DeviceAttr, Gid, HostMemory, LinkLayer,
     MemoryRegion, Mtu, ProtectionDomain, VerbsError,
 };
 
 use super::config::RdmaConfig;
-use super::gid;
 use crate::TransportError;
 use crate::machine::ids::LocalNic;
+use crate::machine::observer;
 
 /// How long registering memory may take: pinning a terabyte takes minutes.
 const REGISTER_LIMIT: Duration = Duration::from_secs(600);
@@ -28,10 +29,10 @@ const OPEN_LIMIT: Duration = Duration::from_secs(60);
 /// What a port is at the moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PortFacts {
-    /// The GID that we connect with.
-    pub gid: Gid,
-    /// Its index in the port's table.
-    pub gid_index: u32,
+    /// The row of the GID table that we connect with.
+    pub gid: Selection,
+    /// All usable GIDs, best first.
+    pub gids: Vec<Gid>,
     /// The port's LID; 0 on Ethernet.
     pub lid: u16,
     /// Largest path MTU: the port's active one, cut to the setting.
@@ -40,6 +41,21 @@ pub struct PortFacts {
     pub speed_mbps: u32,
     /// Link layer.
     pub link_layer: LinkLayer,
+}
+
+impl PortFacts {
+    /// The same in the words of the observer, for the own record.
+    pub fn observed(&self) -> observer::PortFacts {
+        observer::PortFacts {
+            up: true,
+            link_layer: self.link_layer,
+            lid: self.lid,
+            gid: Some(self.gid.clone()),
+            pkey: None,
+            mtu: Some(self.mtu),
+            speed_mbps: self.speed_mbps,
+        }
+    }
 }
 
 /// A port of a device that is open. Shared by all threads.
@@ -84,7 +100,7 @@ impl Nic {
         })?;
         let (attr, facts, pd, cq) = pending.wait_timeout(OPEN_LIMIT)??;
         tracing::info!(
-            nic = name, port, gid = %facts.gid, gid_index = facts.gid_index,
+            nic = name, port, gid = %facts.gid.gid, gid_index = facts.gid.index,
             mtu = facts.mtu.bytes(), speed_mbps = facts.speed_mbps, "NIC open"
         );
         Ok(Self {
@@ -186,14 +202,32 @@ fn read_port(
     if !attr.state.is_active() {
         return Err(unusable(format!("it is {}, not ACTIVE", attr.state)));
     }
-    let table = context.gid_table(port)?;
-    let row = gid::choose(&table, attr.link_layer, config.gid_index).map_err(unusable)?;
+    let entries = context.gid_table(port)?;
+    let table = PortTable {
+        device: context.name(),
+        port,
+        link_layer: attr.link_layer,
+        table_len: Some(attr.gid_tbl_len),
+        entries: &entries,
+        unreadable: &[],
+        netdevs: &[],
+    };
+    let ranking = rank(&table, &config.gids);
+    let mut choice = Hysteresis::new(HysteresisTimes::default());
+    choice.handle(Duration::ZERO, &table, &ranking);
+    let Some(gid) = choice.in_use().cloned() else {
+        let error = ranking.selected().err().map(ToString::to_string);
+        return Err(unusable(error.unwrap_or_default()));
+    };
+    if let Some(warning) = ranking.warning() {
+        tracing::warn!(device = context.name(), port, "{warning}");
+    }
     let mtu = attr
         .active_mtu
         .ok_or_else(|| unusable("its active MTU is unknown".into()))?;
     Ok(PortFacts {
-        gid: row.gid,
-        gid_index: row.index,
+        gid,
+        gids: ranking.accepted().iter().map(|row| row.gid).collect(),
         lid: attr.lid,
         mtu: mtu.min(config.mtu_max),
         speed_mbps: attr.speed_mbps(),

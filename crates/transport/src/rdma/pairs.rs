@@ -50,7 +50,7 @@ pub(super) fn prepare(
     }
     let facts = nic.facts();
     let ends = LocalEnds {
-        gid: Some(facts.gid),
+        gid: Some(facts.gid.gid),
         lid: facts.lid,
         qp_nums: pairs.iter().map(QueuePair::qp_num).collect(),
         psn,
@@ -83,7 +83,7 @@ pub(super) fn raise(
                 port: nic.port(),
                 dgid: peer.gid,
                 dlid: peer.lid,
-                sgid_index: facts.gid_index,
+                sgid_index: facts.gid.index,
                 hop_limit: config.hop_limit,
                 traffic_class: config.traffic_class,
                 flow_label: 0,

@@ -229,7 +229,9 @@ impl EndpointTask {
 
     fn answer(&mut self, token: Token, answer: Answer) {
         if let Some(waiting) = self.answers.remove(&token) {
-            if let Err(reason) = &answer {
+            if let Err(reason) = &answer
+                && reason != CLOSED
+            {
                 tracing::info!(peer = %self.peer_path, %reason, "connection refused");
             }
             // A peer that has gone away needs no answer.
@@ -399,7 +401,7 @@ impl EndpointTask {
         };
         let now = self.connector.shared.clock.now();
         match cause {
-            CloseCause::PeerRebuilt => rail.closed(),
+            CloseCause::PeerRebuilt | CloseCause::Withdrawn(_) => rail.closed(),
             cause => rail.failed(now, cause.to_string()),
         }
         if !self.attached {

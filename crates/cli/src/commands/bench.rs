@@ -1,0 +1,39 @@
+//! `rerail bench`: how fast bytes move, and whether they are the right ones.
+
+mod initiator;
+mod options;
+mod pattern;
+mod report;
+mod target;
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+/// Measures transfers between two processes.
+#[derive(clap::Args)]
+#[command(
+    arg_required_else_help = true,
+    after_help = "Examples:\n  rerail bench target --metadata P2PHANDSHAKE --name here --advertise 10.0.0.1\n  rerail bench initiator --metadata P2PHANDSHAKE --name there --segment 10.0.0.1:15428 \\\n      --operation write --block-size 65536 --duration 10 --verify"
+)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    role: Role,
+}
+
+#[derive(Subcommand)]
+enum Role {
+    /// Offers a buffer until SIGINT or SIGTERM; prints `ready NAME rpc=HOST:PORT` once it can be
+    /// used.
+    Target(target::Args),
+    /// Moves blocks to or from a target's buffer.
+    Initiator(initiator::Args),
+}
+
+/// Runs the command.
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    match args.role {
+        Role::Target(args) => target::run(&args),
+        Role::Initiator(args) => initiator::run(&args),
+    }
+}

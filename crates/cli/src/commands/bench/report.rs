@@ -1,0 +1,217 @@
+//! What an initiator measured.
+
+use std::time::{Duration, Instant};
+
+use rerail_engine::{RailState, RailStats};
+use serde::Serialize;
+
+/// Latencies that are kept of a thread; of more, every second one is dropped, again and again.
+const LATENCIES_MAX: usize = 1 << 20;
+
+/// What one thread measured.
+#[derive(Debug)]
+pub(super) struct Tally {
+    pub(super) bytes: u64,
+    pub(super) ops: u64,
+    pub(super) failed: u64,
+    pub(super) retried_slices: u64,
+    pub(super) timed: Duration,
+    pub(super) first_error: Option<String>,
+    stall: Duration,
+    last_completion: Instant,
+    latencies_ns: Vec<u64>,
+    keep_every: u64,
+}
+
+impl Tally {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            bytes: 0,
+            ops: 0,
+            failed: 0,
+            retried_slices: 0,
+            timed: Duration::ZERO,
+            first_error: None,
+            stall: Duration::ZERO,
+            last_completion: now,
+            latencies_ns: Vec::new(),
+            keep_every: 1,
+        }
+    }
+
+    /// The named operation goes on at `now`: what happened since the last completion was not it.
+    pub(super) fn resume(&mut self, now: Instant) {
+        self.last_completion = now;
+    }
+
+    /// A request of the named operation is finished. In the order of completion.
+    pub(super) fn completed(&mut self, at: Instant, took: Duration) {
+        self.waited_until(at);
+        self.last_completion = self.last_completion.max(at);
+        self.ops += 1;
+        if self.ops.is_multiple_of(self.keep_every) {
+            self.latencies_ns
+                .push(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
+        }
+        if self.latencies_ns.len() >= LATENCIES_MAX {
+            let mut index = 0;
+            self.latencies_ns.retain(|_| {
+                index += 1;
+                index % 2 == 0
+            });
+            self.keep_every *= 2;
+        }
+    }
+
+    /// Nothing has completed until `now`, with requests in flight.
+    pub(super) fn waited_until(&mut self, now: Instant) {
+        let gap = now.saturating_duration_since(self.last_completion);
+        self.stall = self.stall.max(gap);
+    }
+
+    pub(super) fn failed(&mut self, error: String) {
+        self.failed += 1;
+        self.first_error.get_or_insert(error);
+    }
+}
+
+/// The JSON object of an initiator.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    bytes: u64,
+    seconds: f64,
+    gbytes_per_s: f64,
+    ops: u64,
+    pub(super) failed: u64,
+    retried_slices: u64,
+    max_stall_ms: f64,
+    p50_us: f64,
+    p99_us: f64,
+    rails: Vec<Rail>,
+}
+
+#[derive(Debug, Serialize)]
+struct Rail {
+    local: String,
+    peer: String,
+    bytes: u64,
+    errors: u64,
+    state: &'static str,
+}
+
+impl Report {
+    /// The report of all threads together. `seconds` counts the named operation only.
+    pub(super) fn new(tallies: &[Tally], rails: Vec<RailStats>) -> Self {
+        let sum = |of: fn(&Tally) -> u64| tallies.iter().map(of).sum::<u64>();
+        let bytes = sum(|tally| tally.bytes);
+        let timed = tallies
+            .iter()
+            .map(|tally| tally.timed)
+            .max()
+            .unwrap_or_default();
+        let seconds = timed.as_secs_f64();
+        let stall = tallies
+            .iter()
+            .map(|tally| tally.stall)
+            .max()
+            .unwrap_or_default();
+        let latencies = tallies.iter().flat_map(|tally| &tally.latencies_ns);
+        let mut latencies: Vec<u64> = latencies.copied().collect();
+        latencies.sort_unstable();
+        Self {
+            bytes,
+            seconds,
+            gbytes_per_s: if seconds > 0.0 {
+                bytes as f64 / seconds / 1e9
+            } else {
+                0.0
+            },
+            ops: sum(|tally| tally.ops),
+            failed: sum(|tally| tally.failed),
+            retried_slices: sum(|tally| tally.retried_slices),
+            max_stall_ms: stall.as_secs_f64() * 1e3,
+            p50_us: percentile(&latencies, 50) as f64 / 1e3,
+            p99_us: percentile(&latencies, 99) as f64 / 1e3,
+            rails: rails.into_iter().map(rail).collect(),
+        }
+    }
+
+    /// For people.
+    pub(super) fn to_text(&self) -> String {
+        let mut text = format!(
+            "{} bytes in {:.3} s: {:.3} GB/s\n{} requests, {} failed, {} slices posted again\n\
+             latency {:.1} us median, {:.1} us at 99 %; longest stall {:.1} ms\n",
+            self.bytes,
+            self.seconds,
+            self.gbytes_per_s,
+            self.ops,
+            self.failed,
+            self.retried_slices,
+            self.p50_us,
+            self.p99_us,
+            self.max_stall_ms,
+        );
+        for rail in &self.rails {
+            text.push_str(&format!(
+                "rail {} - {}: {} bytes, {} errors, {}\n",
+                rail.local, rail.peer, rail.bytes, rail.errors, rail.state
+            ));
+        }
+        text
+    }
+}
+
+/// Nearest rank of sorted values; 0 without any.
+fn percentile(sorted: &[u64], percent: usize) -> u64 {
+    let rank = (sorted.len() * percent).div_ceil(100).max(1);
+    sorted.get(rank - 1).copied().unwrap_or(0)
+}
+
+fn rail(stats: RailStats) -> Rail {
+    let peer = stats.peer.rsplit('@').next().unwrap_or_default().to_owned();
+    Rail {
+        local: stats.local,
+        peer,
+        bytes: stats.bytes,
+        errors: stats.errors,
+        state: match stats.state {
+            RailState::Idle => "idle",
+            RailState::Connecting => "connecting",
+            RailState::Up => "up",
+            RailState::Down => "down",
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_nearest_ranks() {
+        let values: Vec<u64> = (1..=200).collect();
+        assert_eq!(percentile(&values, 50), 100);
+        assert_eq!(percentile(&values, 99), 198);
+        assert_eq!(percentile(&[7], 99), 7);
+        assert_eq!(percentile(&[], 50), 0);
+    }
+
+    #[test]
+    fn the_longest_stall_counts_between_completions_and_for_what_is_in_flight_at_the_end() {
+        let begin = Instant::now();
+        let at = |millis| begin + Duration::from_millis(millis);
+        let mut tally = Tally::new(begin);
+        tally.completed(at(10), Duration::from_millis(10));
+        tally.completed(at(15), Duration::from_millis(15));
+        assert_eq!(tally.stall, Duration::from_millis(10));
+        tally.resume(at(500));
+        tally.completed(at(505), Duration::from_millis(5));
+        assert_eq!(
+            tally.stall,
+            Duration::from_millis(10),
+            "what was between is not counted"
+        );
+        tally.waited_until(at(600));
+        assert_eq!(tally.stall, Duration::from_millis(95));
+    }
+}

@@ -1,0 +1,313 @@
+//! Batches: requests that are submitted and waited for together.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rerail_transport::TransferError;
+use rerail_transport::rdma::{OnFinished, Transfer};
+
+use crate::engine::Engine;
+use crate::event::Event;
+use crate::memory::RegionUse;
+use crate::segment::Segment;
+use crate::{EngineError, Result};
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Operation {
+    /// From the segment to local memory.
+    Read,
+    /// From local memory to the segment.
+    Write,
+}
+
+/// What is to be moved.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Which way.
+    pub operation: Operation,
+    /// First local address, in one registration.
+    pub local_addr: u64,
+    /// The far end.
+    pub segment: Segment,
+    /// First address in the segment's address space.
+    pub remote_addr: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Time limit; `None` for the engine's own. A transfer fails at its limit only, or when
+    /// no path to the peer can exist.
+    pub timeout: Option<Duration>,
+}
+
+impl Request {
+    /// Writes local memory to the segment.
+    pub fn write(segment: &Segment, local_addr: u64, remote_addr: u64, length: u64) -> Self {
+        Self {
+            operation: Operation::Write,
+            local_addr,
+            segment: segment.clone(),
+            remote_addr,
+            length,
+            timeout: None,
+        }
+    }
+
+    /// Reads the segment into local memory.
+    pub fn read(segment: &Segment, local_addr: u64, remote_addr: u64, length: u64) -> Self {
+        Self {
+            operation: Operation::Read,
+            ..Self::write(segment, local_addr, remote_addr, length)
+        }
+    }
+}
+
+/// How a request stands.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Status {
+    /// On its way.
+    Running,
+    /// All bytes have arrived.
+    Completed,
+    /// It is over and failed.
+    Failed(TransferError),
+}
+
+impl Status {
+    /// True once it is over.
+    pub fn is_finished(&self) -> bool {
+        !matches!(self, Self::Running)
+    }
+}
+
+/// A number of requests.
+///
+/// A batch that is dropped cancels what is unfinished; memory stays registered and mapped until
+/// hardware has let go of it (report X15).
+#[must_use = "a batch that is dropped cancels its transfers"]
+pub struct Batch {
+    engine: Engine,
+    capacity: usize,
+    shared: Arc<Shared>,
+}
+
+/// What the transfers of a batch share.
+#[derive(Default)]
+struct Shared {
+    unfinished: AtomicUsize,
+    failed: AtomicUsize,
+    finished: Event,
+    entries: Mutex<Vec<Entry>>,
+}
+
+impl Batch {
+    pub(crate) fn new(engine: Engine, capacity: usize) -> Self {
+        Self {
+            engine,
+            capacity,
+            shared: Arc::default(),
+        }
+    }
+
+    /// Submits requests: all, or none. Returns at once.
+    ///
+    /// # Errors
+    ///
+    /// There is no room for them, or one of them names memory that is not registered or not
+    /// offered; nothing is submitted then.
+    pub fn submit(&self, requests: &[Request]) -> Result<()> {
+        let mut entries = self.shared.entries();
+        if entries.len() + requests.len() > self.capacity {
+            return Err(EngineError::TooManyRequests {
+                requests: requests.len(),
+                capacity: self.capacity,
+                submitted: entries.len(),
+            });
+        }
+        let prepared = requests
+            .iter()
+            .map(|request| self.engine.prepare(request))
+            .collect::<Result<Vec<_>>>()?;
+        // Before any can finish.
+        self.shared
+            .unfinished
+            .fetch_add(prepared.len(), Ordering::AcqRel);
+        for (spec, in_use) in prepared {
+            let task = Arc::new(Task {
+                batch: Arc::clone(&self.shared),
+                in_use: Mutex::new(Some(in_use)),
+                submitted: Instant::now(),
+                took_ns: AtomicU64::new(0),
+            });
+            let transfer = self
+                .engine
+                .launch(spec, Arc::clone(&task) as Arc<dyn OnFinished>);
+            entries.push(Entry { transfer, task });
+        }
+        Ok(())
+    }
+
+    /// Requests that were submitted.
+    pub fn len(&self) -> usize {
+        self.shared.entries().len()
+    }
+
+    /// True while nothing was submitted.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Requests that are not finished.
+    pub fn unfinished(&self) -> usize {
+        self.shared.unfinished.load(Ordering::Acquire)
+    }
+
+    /// How request number `index` stands, counted in the order of submission; `None` past the end.
+    pub fn status(&self, index: usize) -> Option<Status> {
+        self.shared
+            .entries()
+            .get(index)
+            .map(|entry| status(&entry.transfer))
+    }
+
+    /// When request number `index` was finished, and how long it took; `None` before.
+    pub fn finished_at(&self, index: usize) -> Option<(Instant, Duration)> {
+        let entries = self.shared.entries();
+        let task = &entries.get(index)?.task;
+        let took_ns = task.took_ns.load(Ordering::Acquire);
+        let took = Duration::from_nanos(took_ns);
+        (took_ns > 0).then(|| (task.submitted + took, took))
+    }
+
+    /// Bytes that have arrived.
+    pub fn transferred_bytes(&self) -> u64 {
+        let entries = self.shared.entries();
+        entries
+            .iter()
+            .map(|entry| entry.transfer.transferred_bytes())
+            .sum()
+    }
+
+    /// Slices that had to be posted again, because their connection broke.
+    pub fn retried_slices(&self) -> u64 {
+        let entries = self.shared.entries();
+        entries
+            .iter()
+            .map(|entry| entry.transfer.retried_slices())
+            .sum()
+    }
+
+    /// Waits until all requests are finished, without burning a core.
+    ///
+    /// # Errors
+    ///
+    /// The first failed request's error; [`EngineError::Timeout`] if some are unfinished after
+    /// `limit`, which goes on as before.
+    pub fn wait(&self, limit: Duration) -> Result<()> {
+        let holds = || self.unfinished() == 0;
+        if !self.shared.finished.wait(limit, holds) {
+            return Err(EngineError::Timeout {
+                what: "the batch",
+                limit_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
+            });
+        }
+        self.outcome()
+    }
+
+    /// Waits until all requests are finished. Errors as in [`wait`](Self::wait).
+    pub async fn finished(&self) -> Result<()> {
+        let holds = || self.unfinished() == 0;
+        self.shared.finished.wait_async(holds).await;
+        self.outcome()
+    }
+
+    /// Gives up what is unfinished. It still counts as unfinished until nothing of it can touch
+    /// memory any more: wait for that before the memory is used again.
+    pub fn cancel(&self) {
+        for entry in &*self.shared.entries() {
+            entry.transfer.fail(TransferError::Canceled);
+        }
+    }
+
+    /// Empties a finished batch, to be used again.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::BatchBusy`] while requests are unfinished.
+    pub fn clear(&mut self) -> Result<()> {
+        let unfinished = self.unfinished();
+        if unfinished > 0 {
+            return Err(EngineError::BatchBusy { unfinished });
+        }
+        self.shared.entries().clear();
+        self.shared.failed.store(0, Ordering::Release);
+        Ok(())
+    }
+
+    fn outcome(&self) -> Result<()> {
+        if self.shared.failed.load(Ordering::Acquire) == 0 {
+            return Ok(());
+        }
+        let entries = self.shared.entries();
+        let error = entries
+            .iter()
+            .find_map(|entry| entry.transfer.error().cloned());
+        error.map_or(Ok(()), |error| Err(error.into()))
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        if self.unfinished() > 0 {
+            self.cancel();
+        }
+    }
+}
+
+impl Shared {
+    fn entries(&self) -> MutexGuard<'_, Vec<Entry>> {
+        // A list of requests is whole whatever panicked.
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A request of a batch.
+struct Task {
+    batch: Arc<Shared>,
+    /// Taken when it is finished; contended by nobody.
+    in_use: Mutex<Option<RegionUse>>,
+    submitted: Instant,
+    /// Nanoseconds from submission until finished; 0 before.
+    took_ns: AtomicU64,
+}
+
+struct Entry {
+    transfer: Arc<Transfer>,
+    task: Arc<Task>,
+}
+
+impl OnFinished for Task {
+    fn finished(&self, transfer: &Transfer) {
+        let took = u64::try_from(self.submitted.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.took_ns.store(took.max(1), Ordering::Release);
+        let in_use = self.in_use.lock().map(|mut in_use| in_use.take());
+        drop(in_use);
+        if transfer.error().is_some() {
+            self.batch.failed.fetch_add(1, Ordering::AcqRel);
+        }
+        if self.batch.unfinished.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.batch.finished.signal();
+        }
+    }
+}
+
+fn status(transfer: &Transfer) -> Status {
+    if !transfer.is_finished() {
+        return Status::Running;
+    }
+    match transfer.error() {
+        None => Status::Completed,
+        Some(error) => Status::Failed(error.clone()),
+    }
+}

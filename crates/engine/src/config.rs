@@ -1,0 +1,163 @@
+//! Settings of an engine.
+
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use rerail_metadata::{KeySpace, StoreUrl};
+use rerail_transport::TransportError;
+use rerail_transport::rdma::RdmaConfig;
+use rerail_transport::rpc::ServerLimits;
+use rerail_transport::rpc::client::ClientLimits;
+use rerail_transport::settings::{Settings, environment};
+
+use crate::Result;
+
+/// How the engine moves bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Transport {
+    /// RDMA over verbs.
+    Rdma,
+}
+
+impl Transport {
+    /// The name on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Rdma => "rdma",
+        }
+    }
+}
+
+/// Settings of an engine. Names of variables are given without their prefix `RERAIL_` or `MC_`;
+/// see [`RdmaConfig`] for the transport's own.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct EngineConfig {
+    /// The metadata store, or `P2PHANDSHAKE`.
+    pub metadata: StoreUrl,
+    /// Keys in the store (`METADATA_CLUSTER_ID`).
+    pub keys: KeySpace,
+    /// Name of the own segment. Without a store its RPC address takes its place.
+    pub name: String,
+    /// How the engine moves bytes.
+    pub transport: Transport,
+    /// Devices as `name` or `name:port`; none means all.
+    pub devices: Vec<String>,
+    /// Host that peers are told (`TCP_BIND_ADDRESS`); found by itself where it is not set.
+    pub advertise: Option<String>,
+    /// Address that listeners bind (`BIND_ADDRESS`); any where it is not set.
+    pub bind: Option<IpAddr>,
+    /// Ports of the RPC server (`MIN_RPC_PORT`, `MAX_RPC_PORT`, 15000..=17000).
+    pub rpc_ports: RangeInclusive<u16>,
+    /// Bounds of the RPC server.
+    pub rpc_server: ServerLimits,
+    /// Bounds of questions to peers.
+    pub rpc_client: ClientLimits,
+    /// The RDMA transport.
+    pub rdma: RdmaConfig,
+}
+
+impl EngineConfig {
+    /// The defaults, with what the environment sets.
+    ///
+    /// # Errors
+    ///
+    /// A store URL or a setting that cannot be used.
+    pub fn new(metadata: &str, name: &str) -> Result<Self> {
+        Self::with_settings(metadata, name, &environment)
+    }
+
+    /// The defaults, with what `lookup` finds.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn with_settings(
+        metadata: &str,
+        name: &str,
+        lookup: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self> {
+        let settings = Settings::new(lookup);
+        let ports = 1024..=65_535;
+        let (first, last) = (
+            settings
+                .number("MIN_RPC_PORT", ports.clone())?
+                .unwrap_or(15_000),
+            settings.number("MAX_RPC_PORT", ports)?.unwrap_or(17_000),
+        );
+        if first > last {
+            let (variable, value) = settings.text("MIN_RPC_PORT").unwrap_or_default();
+            return Err(TransportError::Setting {
+                variable,
+                value,
+                expected: format!("a number in 1024..={last}, the last port"),
+            }
+            .into());
+        }
+        let seconds = settings.number("HANDSHAKE_CONNECT_TIMEOUT", 1..=3_599)?;
+        Ok(Self {
+            metadata: StoreUrl::parse(metadata)?,
+            keys: KeySpace::from_variables(lookup)?,
+            name: name.to_owned(),
+            transport: Transport::Rdma,
+            devices: Vec::new(),
+            advertise: settings.text("TCP_BIND_ADDRESS").map(|(_, host)| host),
+            bind: bind(&settings)?,
+            rpc_ports: first..=last,
+            rpc_server: ServerLimits::default(),
+            rpc_client: ClientLimits {
+                connect: Duration::from_secs(seconds.unwrap_or(5)),
+                ..ClientLimits::default()
+            },
+            rdma: RdmaConfig::from_settings(&settings)?,
+        })
+    }
+
+    /// Without a store, descriptors are asked of the peers themselves.
+    pub(crate) fn is_peer_to_peer(&self) -> bool {
+        self.metadata == StoreUrl::PeerToPeer
+    }
+}
+
+fn bind(settings: &Settings<'_>) -> Result<Option<IpAddr>> {
+    let Some((variable, value)) = settings.text("BIND_ADDRESS") else {
+        return Ok(None);
+    };
+    match value.parse() {
+        Ok(address) => Ok(Some(address)),
+        Err(_) => Err(TransportError::Setting {
+            variable,
+            value,
+            expected: "an IP address".into(),
+        }
+        .into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn u10_engine_settings_are_read_strictly() {
+        let with = |name: &'static str, value: &'static str| {
+            let lookup = move |variable: &str| (variable == name).then(|| value.to_owned());
+            EngineConfig::with_settings("P2PHANDSHAKE", "a", &lookup)
+        };
+        let config = with("MC_TCP_BIND_ADDRESS", "10.0.0.1").expect("valid");
+        assert_eq!(config.advertise.as_deref(), Some("10.0.0.1"));
+        assert!(config.is_peer_to_peer());
+        for (name, value) in [
+            ("MC_MIN_RPC_PORT", "80"),
+            ("MC_MIN_RPC_PORT", "17001"),
+            ("RERAIL_BIND_ADDRESS", "everywhere"),
+            ("MC_HANDSHAKE_CONNECT_TIMEOUT", "3600"),
+            ("MC_NUM_QP_PER_EP", "many"),
+        ] {
+            let error = with(name, value).expect_err(name).to_string();
+            assert!(error.starts_with(&format!("{name}={value}")), "{error}");
+        }
+    }
+}

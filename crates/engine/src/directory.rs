@@ -1,0 +1,144 @@
+//! Finding peers: where a server's RPC listener is, and what a segment's record says.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rerail_metadata::descriptor::{JsonForm, RpcMeta, SegmentDescriptor};
+use rerail_metadata::{KeySpace, MetadataStore};
+use rerail_transport::rdma::{Boxed, Offer, SignalError, Signaling};
+use rerail_transport::rpc::{ConnectionMessage, HostPort, Notify, RpcClient, RpcError};
+
+use crate::{EngineError, Result};
+
+/// Places that are remembered.
+const PLACES_MAX: usize = 4096;
+
+/// Asks peers, and the store about peers.
+#[derive(Clone)]
+pub(crate) struct Directory {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    /// `None` where names are addresses.
+    store: Option<(Arc<dyn MetadataStore>, KeySpace)>,
+    client: RpcClient,
+    /// RPC addresses by server name. Forgotten when a question to one fails, because a peer that
+    /// was restarted listens elsewhere.
+    places: Mutex<HashMap<String, HostPort>>,
+}
+
+impl Directory {
+    pub(crate) fn new(
+        store: Option<(Arc<dyn MetadataStore>, KeySpace)>,
+        client: RpcClient,
+    ) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                store,
+                client,
+                places: Mutex::default(),
+            }),
+        }
+    }
+
+    /// The record of a segment, read afresh.
+    pub(crate) async fn segment(
+        &self,
+        name: &str,
+        own: &SegmentDescriptor,
+    ) -> Result<SegmentDescriptor> {
+        let malformed = |cause| EngineError::Record {
+            segment: name.to_owned(),
+            cause,
+        };
+        if let Some((store, keys)) = &self.shared.store {
+            let record = store.get(&keys.segment(name)).await?;
+            return SegmentDescriptor::from_json(&record.value).map_err(malformed);
+        }
+        let place = self.place(name).await?;
+        let own = own.to_json(JsonForm::Line);
+        let answer = self.shared.client.metadata(&place, own).await;
+        let answer = answer.map_err(|error| self.failed(name, "record", error))?;
+        SegmentDescriptor::from_json(&answer).map_err(malformed)
+    }
+
+    /// Sends a notification to the engine called `server`.
+    pub(crate) async fn notify(&self, server: &str, notify: &Notify) -> Result<()> {
+        let place = self.place(server).await?;
+        let answer = self.shared.client.notify(&place, notify).await;
+        answer.map_err(|error| self.failed(server, "notification", error))
+    }
+
+    /// Asks the engine called `server` for a sign of life.
+    pub(crate) async fn probe(&self, server: &str) -> Result<()> {
+        let place = self.place(server).await?;
+        let answer = self.shared.client.probe(&place).await;
+        answer.map_err(|error| self.failed(server, "sign of life", error))
+    }
+
+    fn failed(&self, server: &str, what: &'static str, error: RpcError) -> EngineError {
+        self.places().remove(server);
+        EngineError::Peer {
+            peer: server.to_owned(),
+            what,
+            reason: error.to_string(),
+        }
+    }
+
+    /// Where the engine called `server` listens.
+    async fn place(&self, server: &str) -> Result<HostPort> {
+        let Some((store, keys)) = &self.shared.store else {
+            return HostPort::parse(server).map_err(|error| EngineError::Invalid {
+                what: "segment name",
+                reason: error.to_string(),
+            });
+        };
+        let known = self.places().get(server).cloned();
+        if let Some(place) = known {
+            return Ok(place);
+        }
+        let record = store.get(&keys.rpc_meta(server)).await?;
+        let meta = RpcMeta::from_json(&record.value).map_err(|cause| EngineError::Record {
+            segment: server.to_owned(),
+            cause,
+        })?;
+        let place = HostPort {
+            host: meta.ip_or_host_name,
+            port: Some(meta.rpc_port),
+        };
+        let mut places = self.places();
+        if places.len() >= PLACES_MAX {
+            places.clear();
+        }
+        places.insert(server.to_owned(), place.clone());
+        Ok(place)
+    }
+
+    fn places(&self) -> std::sync::MutexGuard<'_, HashMap<String, HostPort>> {
+        // A map of names is whole whatever panicked.
+        self.shared
+            .places
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Signaling for Directory {
+    fn exchange(&self, server: &str, offer: Offer) -> Boxed<Result<Offer, SignalError>> {
+        let (directory, server) = (self.clone(), server.to_owned());
+        Box::pin(async move {
+            let place = directory.place(&server).await;
+            let place = place.map_err(|error| SignalError::NoAnswer(error.to_string()))?;
+            let message = ConnectionMessage::offer(offer);
+            match directory.shared.client.connection(&place, &message).await {
+                Ok(reply) => Ok(reply.offer),
+                Err(RpcError::Refused { reason, .. }) => Err(SignalError::Refused(reason)),
+                Err(error) => {
+                    directory.places().remove(&server);
+                    Err(SignalError::NoAnswer(error.to_string()))
+                }
+            }
+        })
+    }
+}

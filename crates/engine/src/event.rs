@@ -1,0 +1,120 @@
+//! Something that is waited for by threads and by tasks.
+//!
+//! Who signals takes a lock and makes a system call only if somebody waits: a data thread that
+//! finishes a batch nobody waits for does neither.
+
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+/// An event count: waiting is for a condition that the caller looks at.
+#[derive(Debug, Default)]
+pub(crate) struct Event {
+    waiting: AtomicUsize,
+    wakers: Mutex<Vec<Waker>>,
+    signal: Condvar,
+}
+
+impl Event {
+    /// Wakes all who wait. What they wait for must hold by now.
+    pub(crate) fn signal(&self) {
+        // With the fence in `register`: either this sees the waiter, or the waiter the condition.
+        fence(Ordering::SeqCst);
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            let wakers = std::mem::take(&mut *self.lock());
+            self.signal.notify_all();
+            wakers.into_iter().for_each(Waker::wake);
+        }
+    }
+
+    /// Blocks until `holds`, at most `limit`. True if it does.
+    pub(crate) fn wait(&self, limit: Duration, holds: impl Fn() -> bool) -> bool {
+        if holds() {
+            return true;
+        }
+        let begin = Instant::now();
+        self.register();
+        let mut guard = self.lock();
+        while !holds() {
+            let Some(left) = limit.checked_sub(begin.elapsed()) else {
+                break;
+            };
+            let woken = self.signal.wait_timeout(guard, left);
+            guard = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(guard);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        holds()
+    }
+
+    /// Waits until `holds`.
+    pub(crate) async fn wait_async(&self, holds: impl Fn() -> bool) {
+        if holds() {
+            return;
+        }
+        self.register();
+        let _registered = Registered(self);
+        poll_fn(|context| {
+            // Registered under the lock before the look: a signal after the look finds the waker.
+            self.lock().push(context.waker().clone());
+            fence(Ordering::SeqCst);
+            if holds() {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
+        })
+        .await;
+    }
+
+    fn register(&self) {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Waker>> {
+        // A list of wakers is whole whatever panicked.
+        self.wakers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Counts a task as waiting until it is done or dropped.
+struct Registered<'a>(&'a Event);
+
+impl Drop for Registered<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    #[test]
+    fn a_signal_between_look_and_sleep_is_not_lost() {
+        for _ in 0..2_000 {
+            let event = Event::default();
+            let done = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    done.store(true, Ordering::Release);
+                    event.signal();
+                });
+                let holds = || done.load(Ordering::Acquire);
+                assert!(event.wait(Duration::from_secs(10), holds));
+            });
+        }
+    }
+
+    #[test]
+    fn waiting_ends_at_its_limit() {
+        let event = Event::default();
+        assert!(!event.wait(Duration::from_millis(5), || false));
+        assert_eq!(event.waiting.load(Ordering::Relaxed), 0);
+    }
+}
