@@ -32,7 +32,8 @@ pub(crate) fn malformed(document: &str, error: &serde_json::Error) -> TopologyEr
     TopologyError::Malformed {
         document: document.to_owned(),
         line: error.line(),
-        column: error.column(),
+        // At the very start of a line there are no columns yet.
+        column: error.column().max(1),
         reason: reason.strip_suffix(&place).unwrap_or(&reason).to_owned(),
     }
 }

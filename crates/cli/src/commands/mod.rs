@@ -7,6 +7,7 @@
 mod bench;
 mod gids;
 mod metadata;
+mod topology;
 
 use std::process::ExitCode;
 
@@ -18,6 +19,7 @@ pub(crate) enum Command {
     Bench(bench::Args),
     Gids(gids::Args),
     Metadata(metadata::Args),
+    Topology(topology::Args),
 }
 
 impl Command {
@@ -27,6 +29,7 @@ impl Command {
             Self::Bench(args) => bench::run(args),
             Self::Gids(args) => gids::run(&args),
             Self::Metadata(args) => metadata::run(args),
+            Self::Topology(args) => topology::run(&args),
         }
     }
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::nic::numa_node;
 use super::root::{Root, is_bdf, pci_path};
-use crate::pci::PciPath;
+use crate::{PciPath, Place};
 
 const DEVICES: &str = "sys/bus/pci/devices";
 /// VGA, 3D, other display, and processing accelerators: AMD's are in the last two.
@@ -51,6 +51,16 @@ pub struct Gpu {
     pub model: Option<String>,
     /// UUID, where the driver says.
     pub uuid: Option<String>,
+}
+
+impl Gpu {
+    /// Where it is, to measure distances.
+    pub fn place(&self) -> Place<'_> {
+        Place {
+            pci: Some(&self.pci),
+            numa_node: self.numa_node,
+        }
+    }
 }
 
 /// The GPUs by PCI address.

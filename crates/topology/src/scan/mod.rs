@@ -2,7 +2,7 @@
 //!
 //! A fault in one slot, port or NIC becomes a warning, or a row of its own, and never hides the
 //! others. Empty GID slots are no faults. Deliberately not here: what to make of it
-//! (the matrix, [`rank`](crate::gid::rank)), and opening devices for use.
+//! ([`Matrix`](crate::Matrix), [`rank`](crate::gid::rank)), and opening devices for use.
 
 mod gpu;
 mod netdevs;
@@ -52,6 +52,12 @@ impl Scan {
             nodes: nodes(&root),
             warnings,
         })
+    }
+
+    /// GPUs with the location of each; numbers count per maker, from 0. `cuda_visible` is the text
+    /// of `CUDA_VISIBLE_DEVICES`, if it is set: what it hides has no location.
+    pub fn gpu_locations(&self, cuda_visible: Option<&str>) -> Vec<(String, &Gpu)> {
+        crate::matrix::numbered(&self.gpus, cuda_visible)
     }
 
     /// The NIC of that name.

@@ -8,7 +8,7 @@ use rustix::fs::{Mode, OFlags};
 
 use super::root::{AttributeDir, Root, pci_path};
 use crate::gid::{PortTable, UnreadableRow};
-use crate::{NetdevFacts, pci::PciPath};
+use crate::{NetdevFacts, PciPath, Place};
 
 const CLASS: &str = "sys/class/infiniband";
 const VERBS_CLASS: &str = "sys/class/infiniband_verbs";
@@ -87,6 +87,14 @@ impl Nic {
     /// Whether it can be opened and has a usable port.
     pub fn is_usable(&self) -> bool {
         self.closed_because.is_none() && self.ports.iter().any(NicPort::is_usable)
+    }
+
+    /// Where it is, to measure distances.
+    pub fn place(&self) -> Place<'_> {
+        Place {
+            pci: self.pci.as_ref(),
+            numa_node: self.numa_node,
+        }
     }
 
     /// Its ports that are usable; none if it cannot be opened.

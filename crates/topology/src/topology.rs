@@ -1,0 +1,144 @@
+//! The whole of it: what was found, what is used, and what is near what.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use crate::rail::{DeviceFilter, Rail, rails};
+use crate::{Matrix, Scan, SettingError, TopologyError};
+
+const CUSTOM_VARIABLES: &[&str] = &["RERAIL_CUSTOM_TOPOLOGY", "MC_CUSTOM_TOPO_JSON"];
+
+/// A matrix that the operator made.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum CustomMatrix {
+    /// The text itself.
+    Inline(String),
+    /// A file.
+    File(PathBuf),
+}
+
+/// What the operator decides. Explicit choices win over what is found.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct TopologyOptions {
+    /// Devices and ports to use.
+    pub devices: DeviceFilter,
+    /// A matrix instead of the discovered one.
+    pub custom: Option<CustomMatrix>,
+    /// The text of `CUDA_VISIBLE_DEVICES`, if it is set: it decides which GPU is `cuda:0`.
+    pub cuda_visible: Option<String>,
+}
+
+impl TopologyOptions {
+    /// `RERAIL_DEVICES` (`MC_TE_FILTERS`), `RERAIL_CUSTOM_TOPOLOGY` (`MC_CUSTOM_TOPO_JSON`), both
+    /// file names, and `CUDA_VISIBLE_DEVICES`.
+    ///
+    /// # Errors
+    ///
+    /// A variable that is set and cannot be used.
+    pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, SettingError> {
+        let mut custom = None;
+        for variable in CUSTOM_VARIABLES {
+            if let Some(path) = lookup(variable) {
+                if path.is_empty() {
+                    return Err(SettingError::new(*variable, &path, "the name of a file"));
+                }
+                custom = Some(CustomMatrix::File(path.into()));
+                break;
+            }
+        }
+        Ok(Self {
+            devices: DeviceFilter::from_env(&lookup)?,
+            custom,
+            cuda_visible: lookup("CUDA_VISIBLE_DEVICES"),
+        })
+    }
+}
+
+/// Rails and matrix of a machine.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Topology {
+    /// What was found.
+    pub scan: Scan,
+    /// What is used, in the order in which it is to be published.
+    pub rails: Vec<Rail>,
+    /// What is near what; names no rail that is not in `rails`.
+    pub matrix: Matrix,
+    /// What the operator should know, in words.
+    pub warnings: Vec<String>,
+}
+
+impl Topology {
+    /// Makes rails and matrix of what was found.
+    ///
+    /// # Errors
+    ///
+    /// Options that cannot be honoured: nothing falls back to discovery silently.
+    pub fn new(scan: Scan, options: &TopologyOptions) -> Result<Self, TopologyError> {
+        let (mut rails, more) = rails(&scan, &options.devices)?;
+        let mut warnings = scan.warnings.clone();
+        warnings.extend(more);
+        let matrix = match &options.custom {
+            None => Matrix::discover(&scan, &rails, options.cuda_visible.as_deref()),
+            Some(custom) => {
+                let (matrix, unused) = read_custom(custom, &scan, &mut rails, options)?;
+                if !unused.is_empty() {
+                    let unused = unused.join(", ");
+                    warnings.push(format!(
+                        "the custom topology names {unused}, not used for now"
+                    ));
+                }
+                matrix
+            }
+        };
+        Ok(Self {
+            scan,
+            rails,
+            matrix,
+            warnings,
+        })
+    }
+}
+
+/// The matrix, and the names in it that exist but are not used: down, not openable, or filtered
+/// out. A name that is only left out of the default set is used, since it is named.
+fn read_custom(
+    custom: &CustomMatrix,
+    scan: &Scan,
+    chosen: &mut Vec<Rail>,
+    options: &TopologyOptions,
+) -> Result<(Matrix, Vec<String>), TopologyError> {
+    let (text, document) = match custom {
+        CustomMatrix::Inline(text) => (text.clone(), "custom topology".to_owned()),
+        CustomMatrix::File(path) => (crate::document::read(path)?, path.display().to_string()),
+    };
+    let mut matrix = Matrix::parse(&text, &document)?;
+    let with_port = scan.nics.iter().flat_map(|nic| {
+        let ports = nic.ports.iter();
+        ports.map(|port| format!("{}:{}", nic.name, port.number))
+    });
+    let with_port: Vec<_> = with_port.collect();
+    let mut known: BTreeSet<&str> = scan.nics.iter().map(|nic| nic.name.as_str()).collect();
+    known.extend(with_port.iter().map(String::as_str));
+    matrix.check_names(&known, &text, &document)?;
+    if options.devices.is_empty() {
+        let mut all: Vec<String> = matrix.names().map(str::to_owned).collect();
+        crate::matrix::sort_naturally(&mut all);
+        if !all.is_empty() {
+            *chosen = rails(
+                scan,
+                &DeviceFilter::parse("custom topology", &all.join(","))?,
+            )?
+            .0;
+        }
+    }
+    let published = |name: &str| {
+        let by_name = chosen.iter().find(|rail| rail.name == name);
+        let with_port = |rail: &&Rail| format!("{}:{}", rail.device, rail.port) == name;
+        let rail = by_name.or_else(|| chosen.iter().find(with_port));
+        rail.map(|rail| rail.name.clone())
+    };
+    let unused = matrix.names().filter(|name| published(name).is_none());
+    let unused = unused.map(str::to_owned).collect();
+    matrix.rename(published);
+    Ok((matrix, unused))
+}
