@@ -23,7 +23,7 @@ pub(crate) fn watch() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
         // SAFETY: the handler stores to an atomic and nothing else, which is allowed between
-        // fork and exec; it is a function of this program and so never unloaded before exit.
+        // fork and exec. glibc drops the handlers of a library that is unloaded.
         let rc = unsafe { libc::pthread_atfork(None, None, Some(mark_child)) };
         if rc != 0 {
             tracing::warn!(

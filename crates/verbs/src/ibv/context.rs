@@ -224,6 +224,8 @@ impl Context {
 
     pub(crate) fn destroy(self) -> BackendResult<()> {
         // SAFETY: the context is open, and the safe layer has destroyed all that was made from it.
+        // What the device refused to destroy is leaked and never used again; closing the
+        // descriptor makes the kernel destroy its part.
         ffi::check(unsafe { ffi::ibv_close_device(self.raw.as_ptr()) })
     }
 }

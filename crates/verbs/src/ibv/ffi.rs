@@ -112,7 +112,7 @@ unsafe fn extended_query_port(
     if unsafe { (*extended).sz } < needed {
         return None;
     }
-    // SAFETY: `sz` says that the field is there.
+    // SAFETY: `sz` says that the field is there. Null is `None`.
     unsafe { (*extended).query_port }
 }
 

@@ -91,6 +91,7 @@ impl ProtectionDomain {
 
     pub(crate) fn destroy(self) -> BackendResult<()> {
         // SAFETY: the domain is alive, and the safe layer has destroyed all that was made from it.
+        // Where the device refused that, the kernel refuses this too.
         ffi::check(unsafe { ffi::ibv_dealloc_pd(self.raw.as_ptr()) })
     }
 }
