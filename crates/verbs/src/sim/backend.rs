@@ -6,7 +6,8 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use super::fabric::Fabric;
+use super::core::Core;
+use super::fabric::{Caller, Fabric};
 use super::node::{NicId, PortId, ProcessId};
 use super::slab::Handle;
 use crate::control::ControlThread;
@@ -52,12 +53,11 @@ impl Device {
         };
         let (nic, process) = (self.nic, self.process);
         let fd = event_fd.clone();
-        let (handle, dead) = self.fabric.verb(
-            None,
+        let handle = self.fabric.verb(
+            Caller::Process(process),
             |core| core.open_delay(nic),
-            |core| Ok((core.open(process, nic, fd)?, core.nics[nic.0].dead)),
+            |core| core.open(process, nic, fd),
         )?;
-        debug_assert!(!dead, "a dead adapter cannot be opened");
         Ok(Context {
             fabric: self.fabric.clone(),
             handle,
@@ -84,13 +84,10 @@ pub(crate) struct Context {
 
 impl Context {
     /// A verb that asks or makes something.
-    fn verb<T>(
-        &self,
-        run: impl FnOnce(&mut super::core::Core) -> BackendResult<T>,
-    ) -> BackendResult<T> {
+    fn verb<T>(&self, run: impl FnOnce(&mut Core) -> BackendResult<T>) -> BackendResult<T> {
         let handle = self.handle;
         self.fabric.verb(
-            Some(handle),
+            Caller::Context(handle),
             |core| core.verb_delay(handle),
             |core| {
                 core.live_context(handle)?;
@@ -155,7 +152,7 @@ impl Context {
     pub(crate) fn destroy(self) -> BackendResult<()> {
         let handle = self.handle;
         self.fabric.verb(
-            Some(handle),
+            Caller::Context(handle),
             |core| core.verb_delay(handle),
             |core| core.close(handle),
         );
@@ -181,7 +178,7 @@ impl ProtectionDomain {
         access: AccessFlags,
     ) -> BackendResult<MemoryRegion> {
         let (handle, key) = self.fabric.verb(
-            Some(self.context),
+            Caller::Context(self.context),
             |core| core.verb_delay(self.context),
             |core| core.register(self.handle, memory, addr, length, iova, access),
         )?;
@@ -212,7 +209,7 @@ impl ProtectionDomain {
         capacity: QpCapacity,
     ) -> BackendResult<QueuePair> {
         let (handle, number) = self.fabric.verb(
-            Some(self.context),
+            Caller::Context(self.context),
             |core| core.verb_delay(self.context),
             |core| core.create_pair(self.handle, send_cq.handle, recv_cq.handle, capacity),
         )?;
@@ -227,7 +224,7 @@ impl ProtectionDomain {
 
     pub(crate) fn destroy(self) -> BackendResult<()> {
         self.fabric.verb(
-            Some(self.context),
+            Caller::Context(self.context),
             |core| core.verb_delay(self.context),
             |core| core.dealloc_pd(self.handle),
         )
@@ -254,7 +251,7 @@ impl MemoryRegion {
 
     pub(crate) fn destroy(self) -> BackendResult<()> {
         self.fabric.verb(
-            Some(self.context),
+            Caller::Context(self.context),
             |core| core.verb_delay(self.context),
             |core| core.deregister(self.handle),
         );
@@ -283,7 +280,7 @@ impl CompletionQueue {
 
     pub(crate) fn destroy(self) -> BackendResult<()> {
         self.fabric.verb(
-            Some(self.context),
+            Caller::Context(self.context),
             |core| core.verb_delay(self.context),
             |core| core.destroy_cq(self.handle),
         )
@@ -316,12 +313,9 @@ impl QueuePair {
         self.capacity
     }
 
-    fn verb<T>(
-        &self,
-        run: impl FnOnce(&mut super::core::Core) -> BackendResult<T>,
-    ) -> BackendResult<T> {
+    fn verb<T>(&self, run: impl FnOnce(&mut Core) -> BackendResult<T>) -> BackendResult<T> {
         self.fabric.verb(
-            Some(self.context),
+            Caller::Context(self.context),
             |core| core.verb_delay(self.context),
             run,
         )
@@ -333,7 +327,7 @@ impl QueuePair {
 
     pub(crate) fn to_rtr(&self, attr: &RtrAttr) -> BackendResult<()> {
         self.fabric.verb(
-            Some(self.context),
+            Caller::Context(self.context),
             |core| core.rtr_delay(self.handle, attr),
             |core| core.modify_to_rtr(self.handle, attr),
         )
@@ -362,7 +356,7 @@ impl QueuePair {
 
     pub(crate) fn destroy(self) -> BackendResult<()> {
         self.fabric.verb(
-            Some(self.context),
+            Caller::Context(self.context),
             |core| core.destroy_delay(self.handle),
             |core| core.destroy_pair(self.handle),
         );

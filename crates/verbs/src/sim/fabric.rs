@@ -32,6 +32,36 @@ pub(super) struct Shared {
     started: Option<Instant>,
 }
 
+/// Whose verb it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Caller {
+    /// A process that has not opened the device yet.
+    Process(ProcessId),
+    Context(Handle),
+}
+
+impl Caller {
+    fn is_frozen(self, core: &Core) -> bool {
+        match self {
+            Self::Process(process) => core.processes[process.0].frozen,
+            Self::Context(context) => core
+                .contexts
+                .get(context)
+                .is_some_and(|context| core.processes[context.process.0].frozen),
+        }
+    }
+
+    fn is_alive(self, core: &Core) -> bool {
+        match self {
+            Self::Process(process) => !core.processes[process.0].dead,
+            Self::Context(context) => core
+                .contexts
+                .get(context)
+                .is_some_and(|context| !context.dead),
+        }
+    }
+}
+
 /// What the lock protects.
 pub(super) struct State {
     pub(super) core: Core,
@@ -185,7 +215,7 @@ impl Fabric {
     /// process waits here until it is thawed.
     pub(super) fn enter<T>(&self, context: Handle, run: impl FnOnce(&mut Core) -> T) -> T {
         let mut state = self.shared.lock();
-        while !self.is_virtual() && state.core.is_frozen(context) {
+        while !self.is_virtual() && Caller::Context(context).is_frozen(&state.core) {
             state = self.shared.wait(state, None);
         }
         let result = run(&mut state.core);
@@ -195,28 +225,33 @@ impl Fabric {
 
     /// Lets a verb take the time that `delay` says, and then carries it out.
     ///
-    /// A verb of a context that dies meanwhile is carried out at once, and fails.
+    /// A verb of a context that dies meanwhile is carried out at once, and fails; one of a process
+    /// that is frozen meanwhile waits until it is thawed.
     pub(super) fn verb<T>(
         &self,
-        context: Option<Handle>,
+        caller: Caller,
         delay: impl FnOnce(&mut Core) -> Duration,
         run: impl FnOnce(&mut Core) -> T,
     ) -> T {
         let mut state = self.shared.lock();
-        let frozen = |core: &Core| context.is_some_and(|context| core.is_frozen(context));
-        while !self.is_virtual() && frozen(&state.core) {
+        while !self.is_virtual() && caller.is_frozen(&state.core) {
             state = self.shared.wait(state, None);
         }
         let delay = delay(&mut state.core);
         let until = state.core.now.saturating_add(delay);
         if !self.is_virtual() {
-            let alive = |core: &Core| context.is_none_or(|context| core.is_alive(context));
-            while state.core.now < until && alive(&state.core) {
-                state = self.shared.wait(state, Some(until));
+            loop {
+                if caller.is_frozen(&state.core) {
+                    state = self.shared.wait(state, None);
+                } else if state.core.now < until && caller.is_alive(&state.core) {
+                    state = self.shared.wait(state, Some(until));
+                } else {
+                    break;
+                }
             }
         } else if state.core.options.verb_time == VerbTime::Advance {
             state.core.advance_to(until);
-        } else if let Some(context) = context {
+        } else if let Caller::Context(context) = caller {
             state.core.charge(context, delay);
         }
         let result = run(&mut state.core);

@@ -251,18 +251,6 @@ impl Core {
         Ok(context)
     }
 
-    pub(super) fn is_frozen(&self, context: Handle) -> bool {
-        self.contexts
-            .get(context)
-            .is_some_and(|context| self.processes[context.process.0].frozen)
-    }
-
-    pub(super) fn is_alive(&self, context: Handle) -> bool {
-        self.contexts
-            .get(context)
-            .is_some_and(|context| !context.dead)
-    }
-
     /// # Panics
     ///
     /// When the process is frozen: a frozen process calls nothing, so that whoever drives the

@@ -92,6 +92,7 @@ impl Core {
         } else {
             AccessFlags::empty()
         };
+        // soft-RoCE reports a wrong local key as LOC_QP_OP_ERR; this is what cards say.
         let Some(pieces) = self.local_pieces(nic, pd, request.sges(), access) else {
             return fail(WcStatus::LocProtErr, 0);
         };

@@ -1,7 +1,7 @@
 //! Asynchronous events: whose they are, how they go wrong, and that each is acknowledged.
 
 use super::support::{Connected, Host, MS, address, options};
-use crate::sim::{EventOptions, EventVerdict, Fabric, FabricOptions};
+use crate::sim::{EventOptions, EventVerdict, Fabric, FabricOptions, NicOptions, PortOptions};
 use crate::{AsyncEventKind as Kind, EventSubject, RemoteAddress, WorkRequest};
 
 #[test]
@@ -161,6 +161,45 @@ fn delays_reorder_kinds_but_never_one_kind() {
     }
     fabric.advance(50 * MS);
     assert_eq!(host.events(), expected, "late, and in order");
+}
+
+#[test]
+fn however_late_events_of_one_kind_come_in_order() {
+    let mut crossed = false;
+    for seed in 0..20 {
+        let fabric = Fabric::new(FabricOptions {
+            seed,
+            events: EventOptions {
+                delay_max: 50 * MS,
+                reorder_kinds: true,
+                ..EventOptions::faultless()
+            },
+            ..options()
+        });
+        let mut nic = NicOptions::ethernet("two_ports", address(1));
+        nic.ports.push(PortOptions::ethernet("second", &[]));
+        let host = Host::with_nic(&fabric, &nic);
+        for port in [1, 2] {
+            fabric.port_down(host.nic.port(port));
+            fabric.port_up(host.nic.port(port));
+        }
+        fabric.advance(50 * MS);
+        let mut found = Vec::new();
+        while let Some(event) = host.context.next_event().expect("works") {
+            found.push((event.kind, event.subject));
+        }
+        for kind in [Kind::PortErr, Kind::PortActive] {
+            let of_kind = found.iter().filter(|(found, _)| *found == kind);
+            let ports: Vec<_> = of_kind.map(|(_, subject)| *subject).collect();
+            assert_eq!(
+                ports,
+                [EventSubject::Port(1), EventSubject::Port(2)],
+                "seed {seed}"
+            );
+        }
+        crossed |= found[0].0 != Kind::PortErr || found[1].0 != Kind::PortActive;
+    }
+    assert!(crossed, "no seed reordered kinds");
 }
 
 #[test]

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::support::{Connected, Host, MEMORY_BYTES, connect, options};
-use crate::sim::{FabricOptions, RealTimeFabric};
+use crate::sim::{EventVerdict, EventView, FabricOptions, RealTimeFabric};
 use crate::{AsyncEventKind, Completion, WcStatus, WorkRequest};
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -33,6 +33,17 @@ fn wait(host: &Host) -> Completion {
         std::thread::yield_now();
     }
     panic!("no completion");
+}
+
+/// Whether the host's event descriptor becomes readable within the limit.
+fn readable(host: &Host, limit_ms: i64) -> bool {
+    let fd = host.context.async_fd().expect("real time has one");
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let limit = Timespec {
+        tv_sec: limit_ms / 1_000,
+        tv_nsec: limit_ms % 1_000 * 1_000_000,
+    };
+    poll(&mut fds, Some(&limit)).expect("poll works") == 1
 }
 
 #[test]
@@ -96,33 +107,36 @@ fn many_threads_may_post_and_poll_one_pair() {
 fn the_event_descriptor_wakes_a_sleeper_and_rests_when_drained() {
     let fabric = start();
     let host = Host::new(&fabric, 1);
-    let readable = |limit_ms: i64| {
-        let fd = host.context.async_fd().expect("real time has one");
-        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-        let limit = rustix::event::Timespec {
-            tv_sec: limit_ms / 1_000,
-            tv_nsec: limit_ms % 1_000 * 1_000_000,
-        };
-        poll(&mut fds, Some(&limit)).expect("poll works") == 1
-    };
-    assert!(!readable(0));
+    assert!(!readable(&host, 0));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(50));
             fabric.port_down(host.port());
         });
-        assert!(readable(20_000), "the event wakes the sleeper");
+        assert!(readable(&host, 20_000), "the event wakes the sleeper");
     });
     assert_eq!(host.events(), [AsyncEventKind::PortErr]);
-    assert!(!readable(0), "drained");
+    assert!(!readable(&host, 0), "drained");
     fabric.kill_device(host.nic);
-    assert!(readable(20_000));
+    assert!(readable(&host, 20_000));
     let _ = host.context.next_event();
     assert!(host.context.next_event().is_err());
 }
 
 #[test]
 fn what_is_due_happens_though_nobody_calls() {
+    let fabric = start();
+    let host = Host::new(&fabric, 1);
+    let late = |_: &EventView| EventVerdict::Delay(Duration::from_millis(30));
+    let _rule = fabric.on_event(late);
+    fabric.port_down(host.port());
+    // Sleeping on the descriptor is no call: only the driving thread can deliver the event.
+    assert!(readable(&host, 5_000));
+    assert_eq!(host.events(), [AsyncEventKind::PortErr]);
+}
+
+#[test]
+fn retries_take_the_time_of_the_clock() {
     let fabric = start();
     let two = connected(&fabric);
     two.pair_b.to_error().expect("ERR");
@@ -187,11 +201,33 @@ fn a_frozen_process_waits_and_its_adapter_answers() {
     assert_eq!(wait(&two.a).status, WcStatus::Success);
     assert_eq!(two.b.bytes(0, 100), [6; 100]);
     std::thread::scope(|scope| {
-        let call = scope.spawn(|| two.b.context.port_attr(1).is_ok());
+        let verb = scope.spawn(|| two.b.context.port_attr(1).is_ok());
+        let poll = scope.spawn(|| two.b.poll().is_empty());
         std::thread::sleep(Duration::from_millis(50));
-        assert!(!call.is_finished(), "it waits");
+        assert!(!verb.is_finished() && !poll.is_finished(), "they wait");
         fabric.thaw(two.b.process);
+        assert!(verb.join().expect("no panic"));
+        assert!(poll.join().expect("no panic"));
+    });
+}
+
+#[test]
+fn a_process_frozen_in_a_verb_ends_it_when_thawed() {
+    let fabric = start();
+    let host = Host::new(&fabric, 1);
+    fabric.hang_control(host.nic, Duration::from_millis(100));
+    std::thread::scope(|scope| {
+        let call = scope.spawn(|| host.context.port_attr(1).is_ok());
+        std::thread::sleep(Duration::from_millis(30));
+        fabric.freeze(host.process);
+        std::thread::sleep(Duration::from_millis(150));
+        assert!(!call.is_finished(), "frozen");
+        let open = scope.spawn(|| fabric.device_of(host.process, host.nic).open().is_ok());
+        std::thread::sleep(Duration::from_millis(30));
+        assert!(!open.is_finished(), "frozen");
+        fabric.thaw(host.process);
         assert!(call.join().expect("no panic"));
+        assert!(open.join().expect("no panic"));
     });
 }
 
