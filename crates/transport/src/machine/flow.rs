@@ -80,3 +80,49 @@ pub fn learnt_to_rails(
     }
     inputs
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::observer::DeathCause;
+
+    #[test]
+    fn a_dead_context_is_not_merely_closed_and_other_ports_are_others() {
+        let death = DeathCause::Channel { errno: 5 };
+        let close = |cause| observer::Action::CloseGate { port: 2, cause };
+        let local = |port| (port == 2).then_some(LocalNic(7));
+        let gate = |action: &observer::Action| match observed_to_rails(action, local) {
+            Some(rail::Input::LocalGate { local, gate }) => Some((local.0, gate)),
+            _ => None,
+        };
+        let dead = close(CloseCause::ContextDead(death));
+        assert_eq!(gate(&dead), Some((7, LocalGate::Dead)));
+        let closed = close(CloseCause::Outcome);
+        assert_eq!(gate(&closed), Some((7, LocalGate::Closed)));
+        assert_eq!(observed_to_rails(&closed, |_| None), None);
+        let read = observer::Action::ReadPort(observer::ReadId { port: 2, number: 1 });
+        assert_eq!(observed_to_rails(&read, local), None);
+        assert_eq!(observed_to_record(&closed, local), None);
+    }
+
+    #[test]
+    fn a_nic_with_another_address_is_cut_before_it_is_used_again() {
+        let nics = [
+            ("gone".to_owned(), NicChange::Down),
+            ("moved".to_owned(), NicChange::Moved),
+            ("unheard of".to_owned(), NicChange::Up),
+        ];
+        let number = |name: &str| match name {
+            "gone" => Some(0),
+            "moved" => Some(1),
+            _ => None,
+        };
+        let peer = PeerId(3);
+        let gate = |nic, up| {
+            let nic = PeerNic { peer, nic };
+            rail::Input::PeerNicGate { nic, up }
+        };
+        let inputs = learnt_to_rails(peer, &nics, number);
+        assert_eq!(inputs, [gate(0, false), gate(1, false), gate(1, true)]);
+    }
+}

@@ -4,6 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::machine::drive;
+use crate::machine::fence::{self, Abandoned, Fences};
+use crate::machine::ids::{EndpointId, LocalNic, RegionId};
 
 const ONE: TransferId = TransferId(1);
 const PEER: PeerId = PeerId(7);
@@ -181,6 +183,57 @@ fn no_path_a_restarted_peer_and_a_cancel_end_it_and_the_first_cause_stays() {
         [CUT_OFF],
         "the grace ends where the fence must begin"
     );
+}
+
+#[test]
+fn x15_what_was_dropped_in_flight_keeps_its_memory_until_it_is_fenced() {
+    let mut rig = Rig::new(1);
+    let mut fences = Fences::new(FenceConfig::default());
+    let (endpoint, region) = (
+        EndpointId {
+            index: 1,
+            generation: 0,
+        },
+        RegionId(3),
+    );
+    let mut fence = |now, input| {
+        fences.handle(now, input);
+        let free = fences.may_unregister(region).is_ok();
+        let may_report = std::iter::from_fn(|| fences.poll())
+            .any(|action| matches!(action, fence::Action::MayReport { .. }));
+        (free, may_report)
+    };
+    let local = LocalNic(0);
+    let peer = PEER;
+    fence(
+        rig.now,
+        fence::Input::Made {
+            endpoint,
+            local,
+            peer,
+        },
+    );
+    rig.input(Input::Cancel { transfer: ONE });
+    assert_eq!(rig.advance(200), [CUT_OFF], "a drop is a cancel");
+    let work = Abandoned {
+        read_bytes: 0,
+        write_bytes: 4_096,
+    };
+    let abandon = fence::Input::Abandon {
+        endpoint,
+        transfer: ONE,
+        region,
+        work,
+    };
+    assert_eq!(fence(rig.now, abandon), (false, false));
+    let finish = fence::Input::Finish { transfer: ONE };
+    assert_eq!(fence(rig.now, finish), (false, false));
+    assert_eq!(
+        fence(rig.now, fence::Input::Destroyed { endpoint }),
+        (false, false)
+    );
+    let confirmed = fence::Input::PeerConfirmed { endpoint };
+    assert_eq!(fence(rig.now, confirmed), (true, true));
 }
 
 #[test]

@@ -394,6 +394,27 @@ fn a_withdrawn_peer_nic_is_used_again_on_good_news() {
 }
 
 #[test]
+fn good_news_end_a_long_back_off() {
+    let mut rig = Rig::new(2, 1);
+    let id = rail(0, 0, 0);
+    rig.broken.insert(id, (true, WcStatus::Success));
+    rig.fail(id, WcStatus::RetryExcErr);
+    rig.advance(Duration::from_secs(120));
+    let before = rig.connects(id);
+    rig.advance(Duration::from_secs(10));
+    assert!(
+        rig.connects(id) <= before + 1,
+        "its back-off is long by now"
+    );
+    rig.broken.clear();
+    rig.input(Input::PeerNicGate {
+        nic: id.peer,
+        up: true,
+    });
+    assert_eq!(rig.state(id), RailState::Up);
+}
+
+#[test]
 fn a_queue_pair_event_and_no_progress_take_down_that_rail_only() {
     let mut rig = Rig::new(2, 2);
     rig.silent = true;
