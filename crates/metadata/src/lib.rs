@@ -1,9 +1,8 @@
 #![forbid(unsafe_code)]
-//! Metadata of transfer engines: the documents, the stores they live in, and their readers.
-//!
-//! Start at [`connect`] for a store from a URL, and at [`descriptor`] for the documents.
+#![doc = include_str!("../README.md")]
 
 mod backoff;
+mod cache;
 pub mod conformance;
 pub mod descriptor;
 mod error;
@@ -15,6 +14,9 @@ mod http;
 mod keys;
 pub mod memory;
 mod options;
+mod owned;
+#[cfg(feature = "redis")]
+mod redis;
 mod secret;
 #[cfg(feature = "server")]
 pub mod server;
@@ -23,6 +25,7 @@ mod store;
 mod tls;
 mod url;
 
+pub use cache::{CacheEvent, CacheOptions, PEERS_MAX, PeerCache};
 pub use error::MetadataError;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdStore;
@@ -32,6 +35,9 @@ pub use http::HttpStore;
 pub use keys::KeySpace;
 pub use memory::MemoryStore;
 pub use options::{StoreOptions, TlsFiles, connect};
+pub use owned::{Judge, OwnedEvent, OwnedOptions, OwnedRecords, Verdict};
+#[cfg(feature = "redis")]
+pub use redis::RedisStore;
 pub use secret::Secret;
 pub use store::{
     Capabilities, LeaseId, MetadataStore, Record, Result, Version, WATCH_QUEUE_MAX, Watch,

@@ -165,6 +165,8 @@ pub async fn connect(
         StoreUrl::Etcd { endpoints, user } => Ok(Arc::new(
             crate::etcd::EtcdStore::new(endpoints, user.clone(), options).await?,
         )),
+        #[cfg(feature = "redis")]
+        StoreUrl::Redis { .. } => Ok(Arc::new(crate::redis::RedisStore::new(url, options)?)),
         #[cfg(feature = "http")]
         StoreUrl::Http { url, user } => Ok(Arc::new(crate::http::HttpStore::new(
             url,

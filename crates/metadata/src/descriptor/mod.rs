@@ -6,6 +6,8 @@
 //! ([`crate::keys`]), and the compact form for subscriptions (feature `bincode`).
 
 mod buffer;
+#[cfg(feature = "bincode")]
+mod compact;
 mod device;
 mod encode;
 mod error;
@@ -20,6 +22,8 @@ mod timestamp;
 mod tests;
 
 pub use buffer::Buffer;
+#[cfg(feature = "bincode")]
+pub use compact::{COMPACT_BYTES_MAX, COMPACT_VERSION};
 pub use device::Device;
 pub use encode::JsonForm;
 pub use error::DocumentError;

@@ -134,3 +134,78 @@ pub fn make_certificates(dir: &Path) {
          -days 2 -extfile extensions",
     );
 }
+
+/// A single etcd or Redis with what it needs, for tests that only want a store.
+pub struct Store {
+    pub url: String,
+    _process: Process,
+    _dir: tempfile::TempDir,
+}
+
+/// Starts an etcd.
+pub fn start_etcd() -> Option<Store> {
+    if !installed("etcd") {
+        return None;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let port = free_port();
+    let client = format!("http://127.0.0.1:{port}");
+    let peer = format!("http://127.0.0.1:{}", free_port());
+    let process = Process::start(
+        Command::new("etcd")
+            .arg("--data-dir")
+            .arg(dir.path())
+            .args([
+                "--listen-client-urls",
+                &client,
+                "--advertise-client-urls",
+                &client,
+            ])
+            .args([
+                "--listen-peer-urls",
+                &peer,
+                "--initial-advertise-peer-urls",
+                &peer,
+            ])
+            .args([
+                "--initial-cluster",
+                &format!("default={peer}"),
+                "--unsafe-no-fsync",
+            ]),
+    );
+    wait_for_port(port);
+    Some(Store {
+        url: format!("etcd://127.0.0.1:{port}"),
+        _process: process,
+        _dir: dir,
+    })
+}
+
+/// Starts a Redis with keyspace events.
+pub fn start_redis() -> Option<Store> {
+    if !installed("redis-server") {
+        return None;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let port = free_port();
+    let process = Process::start(
+        Command::new("redis-server")
+            .args([
+                "--bind",
+                "127.0.0.1",
+                "--port",
+                &port.to_string(),
+                "--save",
+                "",
+                "--dir",
+            ])
+            .arg(dir.path())
+            .args(["--notify-keyspace-events", "KA"]),
+    );
+    wait_for_port(port);
+    Some(Store {
+        url: format!("redis://127.0.0.1:{port}"),
+        _process: process,
+        _dir: dir,
+    })
+}
