@@ -218,21 +218,30 @@ impl Ranking {
 pub fn rank(table: &PortTable<'_>, policy: &GidPolicy) -> Ranking {
     let configured = policy.index.of(table.device, table.port);
     let infiniband = table.is_infiniband();
-    let mut rows = Vec::with_capacity(table.entries.len() + table.unreadable.len());
+    let mut looks = Vec::with_capacity(table.entries.len() + table.unreadable.len());
     let mut usable_v2 = false;
+    let mut netdevs = Netdevs::of(table);
     for (position, entry) in table.entries.iter().enumerate() {
-        let row = look_at(table, policy, infiniband, configured, position, entry);
+        let netdev = netdevs.look_up(entry);
+        let row = look_at(
+            table,
+            policy,
+            infiniband,
+            configured,
+            (position, entry),
+            netdev,
+        );
         usable_v2 |= row.is_accepted() && entry.gid_type == GidType::RoceV2;
-        rows.push(row);
+        looks.push(row);
     }
     if usable_v2 && !infiniband && configured.is_none() {
-        for row in &mut rows {
+        for row in &mut looks {
             if row.is_accepted() && row.class == Some(GidClass::RoceV1) {
                 row.reason.verdict = Verdict::V1BesideV2;
             }
         }
     }
-    rows.extend(table.unreadable.iter().map(|row| RankedRow {
+    looks.extend(table.unreadable.iter().map(|row| RankedRow {
         index: row.index,
         gid: Gid::NULL,
         entry: None,
@@ -243,13 +252,7 @@ pub fn rank(table: &PortTable<'_>, policy: &GidPolicy) -> Ranking {
             facts: None,
         },
     }));
-    // A key of one number makes the common comparison cheap; the rest only breaks ties of rows that
-    // claim one index.
-    rows.sort_unstable_by(|left, right| {
-        sort_key(left)
-            .cmp(&sort_key(right))
-            .then_with(|| break_tie(table, left, right))
-    });
+    let mut rows = in_order(table, &looks);
     let accepted = rows.iter().take_while(|row| row.is_accepted()).count();
     for (rank, row) in (0..).zip(&mut rows[..accepted]) {
         row.rank = Some(rank);
@@ -267,13 +270,69 @@ pub fn rank(table: &PortTable<'_>, policy: &GidPolicy) -> Ranking {
     }
 }
 
+/// Sorts keys of one number each, since rows are long; the rest only breaks ties of rows that claim
+/// one index.
+fn in_order(table: &PortTable<'_>, looks: &[RankedRow]) -> Vec<RankedRow> {
+    let mut order: Vec<_> = looks.iter().map(|row| (sort_key(row), row)).collect();
+    order.sort_unstable_by(|(left_key, left), (right_key, right)| {
+        left_key
+            .cmp(right_key)
+            .then_with(|| break_tie(table, left, right))
+    });
+    order.into_iter().map(|(_, row)| *row).collect()
+}
+
+/// A row's interface: its facts if there are any, its name, and whether it is an overlay.
+#[derive(Clone, Copy)]
+struct NetdevLook<'t> {
+    facts: Option<&'t NetdevFacts>,
+    name: &'t str,
+    overlay: bool,
+}
+
+/// Finds interfaces; rows of one interface mostly follow each other.
+struct Netdevs<'t> {
+    table: &'t PortTable<'t>,
+    last: Option<(&'t Netdev, NetdevLook<'t>)>,
+}
+
+impl<'t> Netdevs<'t> {
+    fn of(table: &'t PortTable<'t>) -> Self {
+        Self { table, last: None }
+    }
+
+    fn look_up(&mut self, entry: &'t GidEntry) -> Option<NetdevLook<'t>> {
+        let netdev = entry
+            .netdev
+            .as_ref()
+            .filter(|netdev| !netdev.name.is_empty() || netdev.index != 0)?;
+        if let Some((last, look)) = &self.last
+            && *last == netdev
+        {
+            return Some(*look);
+        }
+        let facts = self.table.facts(netdev);
+        let name = match facts {
+            Some(facts) if netdev.name.is_empty() => &facts.name,
+            _ => &netdev.name,
+        };
+        let look = NetdevLook {
+            facts,
+            name,
+            overlay: is_overlay(name, facts),
+        };
+        self.last = Some((netdev, look));
+        Some(look)
+    }
+}
+
 fn look_at(
     table: &PortTable<'_>,
     policy: &GidPolicy,
     infiniband: bool,
     configured: Option<u32>,
-    position: usize,
-    entry: &GidEntry,
+    (position, entry): (usize, &GidEntry),
+    netdev: Option<NetdevLook<'_>>,
 ) -> RankedRow {
     let mut row = RankedRow {
         index: entry.index,
@@ -289,35 +348,29 @@ fn look_at(
     if entry.gid.is_null() {
         return row;
     }
-    let facts = facts_of(table, infiniband, entry);
+    let facts = facts_of(infiniband, entry, netdev);
     row.class = Some(class_of(&facts));
     row.reason = Reason {
-        verdict: verdict_of(table, policy, configured, entry),
+        verdict: verdict_of(table, policy, configured, entry, netdev),
         facts: Some(facts),
     };
     row
 }
 
-fn facts_of(table: &PortTable<'_>, infiniband: bool, entry: &GidEntry) -> RowFacts {
-    let family = match entry.gid.to_ipv4() {
-        Some(_) => Family::Ipv4,
-        None => Family::Ipv6,
-    };
-    let netdev = entry
-        .netdev
-        .as_ref()
-        .filter(|netdev| !netdev.name.is_empty() || netdev.index != 0);
-    let facts = netdev.and_then(|netdev| table.facts(netdev));
-    let role = match netdev {
-        None => NetdevRole::None,
-        Some(netdev) if is_overlay(table.name_of(netdev), facts) => NetdevRole::Overlay,
-        Some(_) => NetdevRole::Ordinary,
-    };
+fn facts_of(infiniband: bool, entry: &GidEntry, netdev: Option<NetdevLook<'_>>) -> RowFacts {
+    let facts = netdev.and_then(|netdev| netdev.facts);
     RowFacts {
         gid_type: entry.gid_type,
-        netdev: role,
+        netdev: match netdev {
+            None => NetdevRole::None,
+            Some(netdev) if netdev.overlay => NetdevRole::Overlay,
+            Some(_) => NetdevRole::Ordinary,
+        },
         scope: entry.gid.scope(),
-        family,
+        family: match entry.gid.to_ipv4() {
+            Some(_) => Family::Ipv4,
+            None => Family::Ipv6,
+        },
         liveness: facts.map_or(Liveness::Live, |facts| liveness_of(facts, &entry.gid)),
         infiniband,
     }
@@ -358,6 +411,7 @@ fn verdict_of(
     policy: &GidPolicy,
     configured: Option<u32>,
     entry: &GidEntry,
+    netdev: Option<NetdevLook<'_>>,
 ) -> Verdict {
     if let Some(configured) = configured {
         // An explicit index is the narrowest list; wider ones have nothing to add.
@@ -372,7 +426,7 @@ fn verdict_of(
         return Verdict::OutsideSubnets;
     }
     if !policy.netdevs.is_empty() {
-        let name = entry.netdev.as_ref().map(|netdev| table.name_of(netdev));
+        let name = netdev.map(|netdev| netdev.name);
         if !policy.netdevs.iter().any(|wanted| Some(&**wanted) == name) {
             return Verdict::OutsideNetdevs;
         }

@@ -105,19 +105,32 @@ fn list_directory(directory: &OwnedFd) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// sysfs gives an attribute in one read; files of a fixture may need several.
+/// Almost every attribute is shorter than this, so that one read does.
+const ATTRIBUTE_BYTES_USUAL: usize = 256;
+
+/// A read that does not fill its buffer has reached the end, in sysfs and in a regular file.
 fn read_attribute(file: &OwnedFd) -> io::Result<String> {
-    let mut bytes = [0_u8; ATTRIBUTE_BYTES_MAX];
-    let mut filled = 0;
+    let mut start = [0_u8; ATTRIBUTE_BYTES_USUAL];
+    let count = read_once(file, &mut start)?;
+    if count < start.len() {
+        return Ok(String::from_utf8_lossy(&start[..count]).trim().to_owned());
+    }
+    let mut bytes = start.to_vec();
+    bytes.resize(ATTRIBUTE_BYTES_MAX, 0);
+    let mut filled = count;
     while filled < bytes.len() {
-        match rustix::io::read(file, &mut bytes[filled..]) {
-            Ok(0) => break,
-            Ok(count) => filled += count,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
+        match read_once(file, &mut bytes[filled..])? {
+            0 => break,
+            count => filled += count,
         }
     }
     Ok(String::from_utf8_lossy(&bytes[..filled]).trim().to_owned())
+}
+
+fn read_once(file: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
+    Ok(rustix::io::retry_on_intr(|| {
+        rustix::io::read(file, &mut *buffer)
+    })?)
 }
 
 /// The PCI functions on a resolved sysfs path, from the host bridge (`pci0000:b2`) down.
