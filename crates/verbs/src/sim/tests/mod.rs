@@ -1,5 +1,6 @@
 //! What must hold in a simulated fabric, through the public API.
 
+mod chaos;
 mod conformance;
 mod data;
 mod determinism;

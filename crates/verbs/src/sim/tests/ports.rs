@@ -111,6 +111,39 @@ fn a_flap_is_one_port_err_and_port_active_twice_and_leaves_the_table() {
     );
 }
 
+/// NVIDIA/nccl#2157: after a flap link-local is back first, and the IPv4 address only after
+/// `PORT_ACTIVE` and at another index, since old queue pairs still hold its row.
+#[test]
+fn e08_after_a_flap_ipv4_comes_back_late_and_elsewhere() {
+    let two = Connected::new(options());
+    let (fabric, port) = (&two.fabric, two.a.port());
+    let link_local = two.a.context.gid_table(1).expect("the table")[0]
+        .gid
+        .to_ip();
+    let _ = two.a.events();
+    fabric.port_down(port);
+    fabric.delete_address(port, link_local);
+    fabric.delete_address(port, address(1));
+    assert_eq!(
+        rows(&two.a),
+        [],
+        "the table is empty while the port is down"
+    );
+    assert_eq!(two.a.events()[0], AsyncEventKind::PortErr);
+    fabric.add_address(port, link_local);
+    assert_eq!(two.a.events(), [AsyncEventKind::GidChange]);
+    fabric.port_up(port);
+    assert_eq!(two.a.events(), [AsyncEventKind::PortActive; 2]);
+    assert_eq!(rows(&two.a).len(), 1, "active, with nothing but link-local");
+    fabric.advance(1_500 * MS);
+    fabric.add_address(port, address(1));
+    assert_eq!(two.a.events(), [AsyncEventKind::GidChange]);
+    assert_eq!(rows(&two.a)[1..], [(2, 1)], "the row at 1 is gone for good");
+    // What was connected through the old index is of no use any more.
+    two.post(&[two.write(1, 8)]);
+    assert_eq!(two.a.statuses(1), [WcStatus::LocQpOpErr]);
+}
+
 #[test]
 fn ipv6_addresses_vanish_with_the_port_and_link_local_does_not() {
     let fabric = Fabric::new(options());
