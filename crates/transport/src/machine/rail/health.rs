@@ -26,8 +26,24 @@ pub(super) enum Proof {
 impl Proof {
     /// Whether it takes one of its NIC's places.
     pub(super) fn is_running(self) -> bool {
-        matches!(self, Self::Connecting { .. } | Self::Probing { .. })
+        self.step().is_some()
     }
+
+    /// Of which kind the place is that it takes.
+    pub(super) fn step(self) -> Option<Step> {
+        match self {
+            Self::None | Self::Waiting => None,
+            Self::Connecting { .. } => Some(Step::Connect),
+            Self::Probing { .. } => Some(Step::Probe),
+        }
+    }
+}
+
+/// The two parts of a proof, each with places of its own.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub(super) enum Step {
+    Connect,
+    Probe,
 }
 
 #[derive(Clone, Debug)]

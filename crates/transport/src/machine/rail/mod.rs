@@ -11,7 +11,8 @@
 //! Rules that hold always:
 //!
 //! * user work never proves a rail, and never passes a closed gate;
-//! * at most [`RailConfig::proofs_per_nic_max`] proofs run on one local NIC;
+//! * handshakes and probes under way over one local NIC are bounded, and rails that failed less
+//!   often go first, so that dead peers hold up nobody;
 //! * blame, suspicion and damping expire within a minute and never take the last usable rail of a
 //!   peer: only an error of its own, or a closed gate, does;
 //! * a pair that fails again and again is tried at most once per back-off, and says what took it
@@ -39,7 +40,7 @@ pub use choice::{Candidate, NoPath, Path, choose};
 pub use io::{Action, Input, LocalGate, ProbeKind, RailCause, RailState, RailTraits};
 
 use self::blame::{Blame, Culprit};
-use self::health::{Proof, Rail};
+use self::health::{Proof, Rail, Step};
 use super::backoff::Backoff;
 use super::ids::{LocalNic, PeerId, PeerNic, RailId};
 use super::verdict::{Verdict, verdict};
@@ -62,8 +63,11 @@ pub struct RailConfig {
     pub connect_timeout: Duration,
     /// How long a probe may take. 1 s.
     pub probe_timeout: Duration,
-    /// Handshakes and probes under way on one local NIC at most. 8.
-    pub proofs_per_nic_max: usize,
+    /// Handshakes under way over one local NIC at most. 64: a dead peer holds one for its whole
+    /// time-out.
+    pub connects_per_nic_max: usize,
+    /// Probes under way over one local NIC at most. 8.
+    pub probes_per_nic_max: usize,
     /// Endpoints lost to faults of single requests, or closed by the peer, that are replaced
     /// without a back-off until the rail has worked for [`RailConfig::stable_after`]. 3.
     pub free_reconnects: u32,
@@ -79,7 +83,8 @@ impl Default for RailConfig {
             suspect_for: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(10),
             probe_timeout: Duration::from_secs(1),
-            proofs_per_nic_max: 8,
+            connects_per_nic_max: 64,
+            probes_per_nic_max: 8,
             free_reconnects: 3,
         }
     }
@@ -104,10 +109,10 @@ pub struct Rails {
     blame: Blame,
     /// Rails by their next time-out.
     timers: BTreeSet<(Time, RailId)>,
-    /// Proofs under way by local NIC.
-    running: BTreeMap<LocalNic, usize>,
-    /// Rails that wait for a proof, in their order.
-    waiting: BTreeSet<(LocalNic, u64, RailId)>,
+    /// Handshakes and probes under way, by local NIC.
+    running: BTreeMap<(LocalNic, Step), usize>,
+    /// Rails that wait for a place, in their order: by failed attempts, then by their coming.
+    waiting: BTreeSet<(LocalNic, Step, u32, u64, RailId)>,
     tickets: u64,
     probes: u64,
     rng: SmallRng,
@@ -146,9 +151,10 @@ impl Rails {
             .and_then(|rail| rail.rate.bytes_per_s())
     }
 
-    /// Proofs under way on a local NIC.
-    pub fn proofs_running(&self, local: LocalNic) -> usize {
-        self.running.get(&local).copied().unwrap_or(0)
+    /// Handshakes and probes under way over a local NIC.
+    pub fn proofs_running(&self, local: LocalNic) -> (usize, usize) {
+        let running = |step| self.running.get(&(local, step)).copied().unwrap_or(0);
+        (running(Step::Connect), running(Step::Probe))
     }
 
     fn is_gone(&self, peer: PeerId) -> bool {

@@ -1,12 +1,13 @@
-//! How a half-open rail is proved: connect, then two probes, a bounded number at once per NIC.
+//! How a half-open rail is proved: connect, then two probes, each with a bounded number of places
+//! per NIC.
 
 use rerail_verbs::WcStatus;
 
 use super::Rails;
-use super::health::Proof;
+use super::health::{Proof, Step};
 use super::io::{Action, ProbeKind, RailCause, RailState};
 use crate::machine::Time;
-use crate::machine::ids::{LocalNic, RailId};
+use crate::machine::ids::{LocalNic, PeerId, RailId};
 use crate::machine::verdict::{RequestFault, Verdict, verdict};
 
 impl Rails {
@@ -30,7 +31,14 @@ impl Rails {
         }
         rail.proof = Proof::Waiting;
         self.tickets += 1;
-        self.waiting.insert((id.local, self.tickets, id));
+        let step = if rail.connected {
+            Step::Probe
+        } else {
+            Step::Connect
+        };
+        let attempts = rail.backoff.attempts();
+        self.waiting
+            .insert((id.local, step, attempts, self.tickets, id));
         self.start_proofs(now, id.local);
     }
 
@@ -42,9 +50,11 @@ impl Rails {
         match std::mem::replace(&mut rail.proof, Proof::None) {
             Proof::None => return,
             Proof::Waiting => self.waiting.retain(|(.., other)| *other != id),
-            Proof::Connecting { .. } | Proof::Probing { .. } => {
-                if let Some(running) = self.running.get_mut(&id.local) {
-                    *running = running.saturating_sub(1);
+            running => {
+                if let Some(step) = running.step()
+                    && let Some(count) = self.running.get_mut(&(id.local, step))
+                {
+                    *count = count.saturating_sub(1);
                 }
             }
         }
@@ -52,31 +62,39 @@ impl Rails {
     }
 
     fn start_proofs(&mut self, now: Time, local: LocalNic) {
-        while self.proofs_running(local) < self.config.proofs_per_nic_max {
-            let first = (
-                local,
-                0,
-                RailId::new(LocalNic(0), crate::machine::ids::PeerId(0), 0),
-            );
-            let next = self.waiting.range(first..).next().copied();
-            let Some(next) = next.filter(|(of, ..)| *of == local) else {
-                return;
-            };
-            self.waiting.remove(&next);
-            let id = next.2;
-            let Some(rail) = self.rails.get_mut(&id) else {
-                continue;
-            };
-            *self.running.entry(local).or_default() += 1;
-            if rail.connected {
-                self.probe(now, id, ProbeKind::ZeroLengthRead);
-            } else {
-                rail.proof = Proof::Connecting {
-                    until: now + self.config.connect_timeout,
+        for (step, places) in [
+            (Step::Connect, self.config.connects_per_nic_max),
+            (Step::Probe, self.config.probes_per_nic_max),
+        ] {
+            while self.running.get(&(local, step)).copied().unwrap_or(0) < places {
+                let nobody = RailId::new(LocalNic(0), PeerId(0), 0);
+                let next = self
+                    .waiting
+                    .range((local, step, 0, 0, nobody)..)
+                    .next()
+                    .copied();
+                let Some(next) = next.filter(|next| (next.0, next.1) == (local, step)) else {
+                    break;
                 };
-                self.out.push_back(Action::Connect { rail: id });
+                self.waiting.remove(&next);
+                *self.running.entry((local, step)).or_default() += 1;
+                self.start(now, next.4, step);
             }
-            self.refile(id);
+        }
+    }
+
+    fn start(&mut self, now: Time, id: RailId, step: Step) {
+        match step {
+            Step::Probe => self.probe(now, id, ProbeKind::ZeroLengthRead),
+            Step::Connect => {
+                if let Some(rail) = self.rails.get_mut(&id) {
+                    rail.proof = Proof::Connecting {
+                        until: now + self.config.connect_timeout,
+                    };
+                    self.out.push_back(Action::Connect { rail: id });
+                    self.refile(id);
+                }
+            }
         }
     }
 
@@ -105,7 +123,11 @@ impl Rails {
         };
         rail.connected = true;
         match (rail.state, rail.proof) {
-            (_, Proof::Connecting { .. }) => self.probe(now, id, ProbeKind::ZeroLengthRead),
+            // The handshake's place is free for the next; the probes have others.
+            (_, Proof::Connecting { .. } | Proof::Waiting) => {
+                self.end_proof(now, id);
+                self.queue_proof(now, id);
+            }
             // The peer has connected to us: that is good news, but for a pair that fails again and
             // again, else a peer without a back-off of its own would drive ours.
             (RailState::Down, _) if open && rail.backoff.attempts() <= 1 => {

@@ -3,7 +3,7 @@
 mod properties;
 mod scenarios;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::*;
@@ -24,6 +24,8 @@ pub(super) struct Rig {
     /// What a connection (first) and a probe (second) end with, if not well.
     pub(super) broken: BTreeMap<RailId, (bool, WcStatus)>,
     pub(super) silent: bool,
+    /// Rails whose handshakes are never answered.
+    pub(super) mute: BTreeSet<RailId>,
     pub(super) log: Vec<(Time, Action)>,
 }
 
@@ -35,6 +37,7 @@ impl Rig {
             now: Time::from_millis(100_000),
             broken: BTreeMap::new(),
             silent: false,
+            mute: BTreeSet::new(),
             log: Vec::new(),
         };
         for local in 0..locals {
@@ -81,6 +84,7 @@ impl Rig {
 
     pub(super) fn answer(&mut self, action: Action) {
         match action {
+            Action::Connect { rail } if self.mute.contains(&rail) => {}
             Action::Connect { rail } => {
                 let refused = self.broken.get(&rail).is_some_and(|(refused, _)| *refused);
                 let reason = "refused".to_owned();

@@ -102,7 +102,8 @@ proptest! {
                 }
             }
             for local in 0..3 {
-                prop_assert!(rig.rails.proofs_running(LocalNic(local)) <= 8);
+                let (connects, probes) = rig.rails.proofs_running(LocalNic(local));
+                prop_assert!(connects <= 64 && probes <= 8);
             }
             prop_assert!(rig.rails.timers.len() <= rig.rails.rails.len());
             prop_assert!(rig.rails.waiting.len() <= rig.rails.rails.len());
@@ -119,7 +120,7 @@ proptest! {
         }
         rig.advance(Duration::from_secs(61));
         for local in 0..3 {
-            prop_assert_eq!(rig.rails.proofs_running(LocalNic(local)), 0);
+            prop_assert_eq!(rig.rails.proofs_running(LocalNic(local)), (0, 0));
             for peer in 0..3 {
                 let state = rig.state(rail(local, peer, 0));
                 prop_assert!(matches!(state, RailState::Up | RailState::Suspect), "{:?}", state);

@@ -338,14 +338,48 @@ fn probes_are_bounded_per_nic() {
         rig.input(Input::Declare { rail, traits });
         rig.input(Input::Wanted { rail });
     }
-    assert_eq!(rig.rails.proofs_running(LocalNic(0)), 8);
-    assert_eq!(rig.log.len(), 8);
+    assert_eq!(rig.rails.proofs_running(LocalNic(0)), (64, 0));
+    assert_eq!(rig.log.len(), 64);
     rig.input(Input::ConnectFailed {
         rail: rail(0, 3, 0),
         reason: "refused".into(),
     });
-    assert_eq!(rig.rails.proofs_running(LocalNic(0)), 8);
-    assert_eq!(rig.connects(rail(0, 8, 0)), 1, "the next in line");
+    assert_eq!(rig.connects(rail(0, 64, 0)), 1, "the next in line");
+    for peer in 10..40 {
+        rig.input(Input::Connected {
+            rail: rail(0, peer, 0),
+        });
+    }
+    assert_eq!(rig.rails.proofs_running(LocalNic(0)), (64, 8));
+    rig.input(Input::ProbeDone {
+        rail: rail(0, 10, 0),
+        probe: 1,
+        status: WcStatus::RetryExcErr,
+    });
+    assert_eq!(
+        rig.rails.proofs_running(LocalNic(0)).1,
+        8,
+        "the next in line"
+    );
+}
+
+#[test]
+fn a_hundred_dead_peers_hold_up_no_living_one() {
+    let mut rig = Rig::new(1, 101);
+    let living = rail(0, 100, 0);
+    for peer in 0..100 {
+        rig.mute.insert(rail(0, peer, 0));
+        rig.fail(rail(0, peer, 0), WcStatus::RetryExcErr);
+    }
+    rig.advance(Duration::from_secs(60));
+    assert_eq!(
+        rig.rails.proofs_running(LocalNic(0)).0,
+        64,
+        "all places are taken"
+    );
+    rig.fail(living, WcStatus::RetryExcErr);
+    rig.advance(Duration::from_secs(3));
+    assert_eq!(rig.state(living), RailState::Up);
 }
 
 #[test]
@@ -480,5 +514,5 @@ fn a_forgotten_peer_leaves_nothing_behind() {
     }
     assert!(rig.rails.rails.is_empty() && rig.rails.peers.is_empty());
     assert!(rig.rails.timers.is_empty() && rig.rails.waiting.is_empty());
-    assert!((0..4).all(|local| rig.rails.proofs_running(LocalNic(local)) == 0));
+    assert!((0..4).all(|local| rig.rails.proofs_running(LocalNic(local)) == (0, 0)));
 }
