@@ -133,16 +133,18 @@ impl Batch {
         self.shared
             .unfinished
             .fetch_add(prepared.len(), Ordering::AcqRel);
-        for (spec, in_use) in prepared {
+        for (request, (spec, in_use)) in requests.iter().zip(prepared) {
+            let memory = in_use.region().memory.clone();
             let task = Arc::new(Task {
                 batch: Arc::clone(&self.shared),
                 in_use: Mutex::new(Some(in_use)),
                 submitted: Instant::now(),
                 took_ns: AtomicU64::new(0),
             });
+            let on_finished = Arc::clone(&task) as Arc<dyn OnFinished>;
             let transfer = self
                 .engine
-                .launch(spec, Arc::clone(&task) as Arc<dyn OnFinished>);
+                .launch(&request.segment, &memory, spec, on_finished);
             entries.push(Entry { transfer, task });
         }
         Ok(())

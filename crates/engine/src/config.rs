@@ -19,6 +19,8 @@ use crate::Result;
 pub enum Transport {
     /// RDMA over verbs.
     Rdma,
+    /// TCP, where there is no RDMA.
+    Tcp,
 }
 
 impl Transport {
@@ -26,6 +28,7 @@ impl Transport {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Rdma => "rdma",
+            Self::Tcp => "tcp",
         }
     }
 }

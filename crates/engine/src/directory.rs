@@ -87,7 +87,7 @@ impl Directory {
     }
 
     /// Where the engine called `server` listens.
-    async fn place(&self, server: &str) -> Result<HostPort> {
+    pub(crate) async fn place(&self, server: &str) -> Result<HostPort> {
         let Some((store, keys)) = &self.shared.store else {
             return HostPort::parse(server).map_err(|error| EngineError::Invalid {
                 what: "segment name",

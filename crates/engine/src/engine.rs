@@ -1,37 +1,34 @@
 //! The engine.
 
+mod registration;
+mod start;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
-use rerail_metadata::descriptor::{InstanceId, Protocol, RpcMeta, SegmentDescriptor};
-use rerail_metadata::{StoreOptions, connect};
+use rerail_metadata::descriptor::SegmentDescriptor;
+use rerail_transport::TransportError;
 use rerail_transport::machine::fence::FenceConfig;
-use rerail_transport::machine::ids::{PeerId, RegionId};
-use rerail_transport::machine::publisher::{Edit, KeyPair, LocalRecord, PublishOrder};
+use rerail_transport::machine::ids::PeerId;
 use rerail_transport::rdma::rail::RailStats;
 use rerail_transport::rdma::{
-    Clock, Identity, OnFinished, PeerNic, PeerSpec, RdmaTransport, Span, Transfer, TransferSpec,
+    Clock, OnFinished, Peer, PeerNic, PeerSpec, RdmaTransport, Span, Transfer, TransferSpec,
 };
-use rerail_transport::rpc::{HostPort, Notify, RpcClient, RpcServer};
-use rerail_verbs::{AccessFlags, DeviceList, HostMemory, RdmaOpcode};
+use rerail_transport::rpc::{HostPort, Notify, RpcServer};
+use rerail_transport::tcp::Version;
+use rerail_verbs::{HostMemory, RdmaOpcode};
 use tokio::runtime::Runtime;
 
 use crate::batch::{Batch, Operation, Request};
 use crate::config::{EngineConfig, Transport};
 use crate::directory::Directory;
-use crate::memory::{Admission, MemoryOptions, Region, RegionUse, Registry};
-use crate::publication::{Publication, StorePlace};
-use crate::segment::Segment;
-use crate::service::{EngineService, Notification, Shared};
-use crate::{EngineError, Result, advertise};
-
-/// Threads of the control runtime: store, RPC, publication and connections.
-const CONTROL_THREADS: usize = 2;
-
-/// How long a registration waits until peers can read of it in the store. It is published later in
-/// any case.
-const STORED_LIMIT: Duration = Duration::from_secs(3);
+use crate::memory::{RegionUse, Registry};
+use crate::publication::Publication;
+use crate::segment::{Route, Segment};
+use crate::service::{EngineService, Notification};
+use crate::tcp::{self, TcpPeer, TcpSide};
+use crate::{EngineError, Result};
 
 /// How long closing waits for the record to be withdrawn.
 const LEAVE_LIMIT: Duration = Duration::from_secs(2);
@@ -47,12 +44,14 @@ pub struct Engine {
 
 struct Inner {
     config: EngineConfig,
+    clock: Clock,
     name: String,
     rpc_address: String,
     service: Arc<EngineService>,
     directory: Directory,
     publication: Publication,
-    rdma: Arc<RdmaTransport>,
+    rdma: Option<Arc<RdmaTransport>>,
+    tcp: Option<TcpSide>,
     server: Option<RpcServer>,
     registry: RwLock<Registry>,
     /// Regions of the own record by their registration's address, in chunks.
@@ -63,106 +62,6 @@ struct Inner {
 }
 
 impl Engine {
-    /// Starts an engine on the given RDMA devices. Blocks until its record is published, or for a
-    /// few seconds where the store is away.
-    ///
-    /// # Errors
-    ///
-    /// A device, port, setting or store that cannot be used.
-    pub fn start(config: EngineConfig, devices: &DeviceList) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(CONTROL_THREADS)
-            .thread_name("rerail-control")
-            .enable_all()
-            .build()
-            .map_err(|error| EngineError::System {
-                what: "the control runtime cannot be started",
-                reason: error.to_string(),
-            })?;
-        let clock = Clock::start();
-        let instance = InstanceId::now();
-        let service = Arc::new(EngineService::default());
-        let server = RpcServer::start(
-            config.bind,
-            config.rpc_ports.clone(),
-            config.rpc_server,
-            Arc::new(Shared(Arc::clone(&service))),
-            runtime.handle(),
-        )
-        .map_err(|error| EngineError::System {
-            what: "the RPC server cannot be started",
-            reason: error.to_string(),
-        })?;
-        let port = server.port();
-        let (host, why) = advertise::choose(&config);
-        tracing::info!(host, port, why, "advertised RPC address");
-        let rpc_address = HostPort {
-            host: host.clone(),
-            port: Some(port),
-        }
-        .to_string();
-        let name = if config.is_peer_to_peer() {
-            rpc_address.clone()
-        } else {
-            config.name.clone()
-        };
-        let store = if config.is_peer_to_peer() {
-            None
-        } else {
-            let url = config.metadata.clone();
-            let options = StoreOptions::default();
-            Some(block(
-                &runtime,
-                async move { connect(&url, &options).await },
-            )?)
-        };
-        let places = store.clone().map(|store| (store, config.keys.clone()));
-        let directory = Directory::new(places, RpcClient::new(config.rpc_client));
-        let identity = Identity {
-            server: name.clone(),
-            instance: Some(instance.to_string()),
-        };
-        let rdma = RdmaTransport::open(
-            devices,
-            &config.devices,
-            config.rdma.clone(),
-            clock,
-            identity,
-            Arc::new(directory.clone()),
-            runtime.handle().clone(),
-        )?;
-        let rdma = Arc::new(rdma);
-        let place = store.map(|store| StorePlace {
-            store,
-            keys: config.keys.clone(),
-            name: name.clone(),
-            rpc: RpcMeta::new(host, port),
-        });
-        let record = record(&name, &rdma);
-        let publication = Publication::new(clock, instance, record, place);
-        // The listener answers with nothing before these are set.
-        let _ = service.publication.set(publication.clone());
-        let _ = service.rdma.set(Arc::clone(&rdma));
-        runtime.spawn(publication.clone().run());
-        let engine = Self {
-            inner: Arc::new(Inner {
-                config,
-                name,
-                rpc_address,
-                service,
-                directory,
-                publication,
-                rdma,
-                server: Some(server),
-                registry: RwLock::default(),
-                next_region: AtomicU64::new(1),
-                next_peer: AtomicU64::new(1),
-                runtime: Some(runtime),
-            }),
-        };
-        Ok(engine)
-    }
-
     /// Name of the own segment: what peers open.
     pub fn name(&self) -> &str {
         &self.inner.name
@@ -183,56 +82,6 @@ impl Engine {
         self.inner.config.transport
     }
 
-    /// Registers all of `memory` with every NIC, or with none, and publishes it. Registering the
-    /// same again is counted. Blocks.
-    ///
-    /// # Errors
-    ///
-    /// It overlaps other registered memory, or a device refuses it.
-    pub fn register(&self, memory: &HostMemory, options: MemoryOptions) -> Result<()> {
-        self.register_batch(std::slice::from_ref(memory), options)
-    }
-
-    /// Registers several memories, all or none, and publishes them together. Blocks. Errors as in
-    /// [`register`](Self::register).
-    pub fn register_batch(&self, memories: &[HostMemory], options: MemoryOptions) -> Result<()> {
-        let mut registry = self.inner.registry_mut();
-        let mut counted: Vec<u64> = Vec::new();
-        let outcome = memories.iter().try_for_each(|memory| {
-            if let Admission::New = registry.admit(memory, &options)? {
-                let region = self.inner.register(memory, &options)?;
-                registry.insert(region);
-            }
-            counted.push(memory.addr());
-            Ok(())
-        });
-        if let Err(error) = outcome {
-            for addr in counted {
-                // It was entered just now and nobody else can have used it: the lock is held.
-                if let Ok(Some(region)) = registry.remove(addr) {
-                    self.inner.unpublish(&region);
-                }
-            }
-            return Err(error);
-        }
-        drop(registry);
-        self.inner.wait_stored();
-        Ok(())
-    }
-
-    /// Removes the registration that begins at the address of its first byte, or one count of it.
-    ///
-    /// # Errors
-    ///
-    /// It is not registered, or [`EngineError::StillOwnedByHardware`]: transfers use it.
-    pub fn unregister(&self, addr: u64) -> Result<()> {
-        let removed = self.inner.registry_mut().remove(addr)?;
-        if let Some(region) = removed {
-            self.inner.unpublish(&region);
-        }
-        Ok(())
-    }
-
     /// Opens a peer's segment: reads its record. Blocks.
     ///
     /// # Errors
@@ -248,11 +97,11 @@ impl Engine {
                 reason: "it is empty".into(),
             });
         }
-        let (directory, own) = (self.inner.directory.clone(), self.descriptor());
-        let descriptor = self
-            .inner
-            .block(async move { directory.segment(&name, &own).await })?;
-        self.inner.segment(descriptor)
+        let (inner, own) = (Arc::clone(&self.inner), self.descriptor());
+        self.inner.block(async move {
+            let descriptor = inner.directory.segment(&name, &own).await?;
+            inner.segment(descriptor).await
+        })
     }
 
     /// A batch with room for `capacity` requests.
@@ -297,10 +146,9 @@ impl Engine {
 
     /// What the rails to a segment have done.
     pub fn rails(&self, segment: &Segment) -> Vec<RailStats> {
-        let now = self.inner.rdma.clock().now();
-        let peer = segment.peer().into_iter();
-        peer.flat_map(|peer| peer.rails().iter().map(|rail| rail.stats(now)))
-            .collect()
+        let now = self.inner.clock.now();
+        let rails = segment.peer().rails().iter();
+        rails.map(|rail| rail.stats(now)).collect()
     }
 
     /// Checks a request and makes a transfer of it.
@@ -314,60 +162,62 @@ impl Engine {
             timeout,
         } = *request;
         let in_use = self.inner.registry().find(local_addr, length)?;
-        let rdma = in_use.region().rdma.iter();
-        let pieces = rdma.flat_map(|memory| memory.pieces());
+        let pieces = in_use.region().pieces.iter().cloned();
         // Found in one registration, and so covered.
         let local = Span::new(local_addr, length, pieces).ok_or(EngineError::NotRegistered {
             addr: local_addr,
             length,
-            nearest: "it is registered for another transport".into(),
+            nearest: "it is registered in part".into(),
         })?;
-        let remote = segment.span(remote_addr, length)?;
-        let Some(peer) = segment.peer() else {
-            return Err(no_transport(segment.descriptor()));
-        };
-        let config = self.inner.rdma.config();
-        let now = self.inner.rdma.clock().now();
+        let config = &self.inner.config.rdma;
+        let now = self.inner.clock.now();
         let deadline = now + timeout.unwrap_or(config.transfer_timeout);
         let spec = TransferSpec {
-            peer: Arc::clone(peer),
+            peer: Arc::clone(segment.peer()),
             opcode: match operation {
                 Operation::Read => RdmaOpcode::Read,
                 Operation::Write => RdmaOpcode::Write,
             },
             local,
-            remote,
+            remote: segment.span(remote_addr, length)?,
             length,
-            slicing: config.slicing,
+            slicing: match segment.route() {
+                Route::Rdma => config.slicing,
+                Route::Tcp(_) => tcp::SLICING,
+            },
             cut_off: FenceConfig::default().cut_off_at(now, deadline),
         };
         Ok((spec, in_use))
     }
 
+    /// Starts a transfer to `segment`, whose near end lies in `memory`.
     pub(crate) fn launch(
         &self,
+        segment: &Segment,
+        memory: &HostMemory,
         spec: TransferSpec,
         on_finished: Arc<dyn OnFinished>,
     ) -> Arc<Transfer> {
-        self.inner.rdma.submit(spec, on_finished)
+        match (segment.route(), &self.inner.rdma) {
+            (Route::Rdma, Some(rdma)) => rdma.submit(spec, on_finished),
+            (Route::Tcp(peer), _) => {
+                let transfer = Transfer::new(spec, on_finished);
+                peer.launch(&transfer, memory);
+                transfer
+            }
+            (Route::Rdma, None) => {
+                // A segment of another engine.
+                let transfer = Transfer::new(spec, on_finished);
+                transfer.fail(rerail_transport::TransferError::Closed);
+                transfer
+            }
+        }
     }
 }
 
 impl Inner {
-    fn segment(&self, descriptor: SegmentDescriptor) -> Result<Segment> {
-        if !descriptor.protocol.includes("rdma") {
-            return Err(no_transport(&descriptor));
-        }
-        let nics = descriptor
-            .devices
-            .iter()
-            .enumerate()
-            .map(|(index, device)| PeerNic {
-                index: index as u32,
-                path: descriptor.nic_path(&device.name).to_string(),
-                gid: device.gid,
-                lid: device.lid,
-            });
+    /// The segment that a record describes, reached by what the record speaks.
+    async fn segment(&self, descriptor: SegmentDescriptor) -> Result<Segment> {
         let spec = PeerSpec {
             id: PeerId(self.next_peer.fetch_add(1, Ordering::Relaxed)),
             segment: descriptor.name.clone(),
@@ -376,67 +226,56 @@ impl Inner {
                 .rerail
                 .as_ref()
                 .map(|rerail| rerail.instance.to_string()),
-            nics: nics.collect(),
+            nics: Vec::new(),
         };
-        let peer = self.rdma.peer(spec);
-        Ok(Segment::new(descriptor, Some(peer)))
-    }
-
-    fn register(&self, memory: &HostMemory, options: &MemoryOptions) -> Result<Arc<Region>> {
-        let mut access = AccessFlags::LOCAL_WRITE;
-        if options.remote_accessible {
-            access |= AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
-        }
-        let registered = self
+        if let Some(rdma) = self
             .rdma
-            .register(memory, access)
-            .map_err(rerail_transport::TransportError::from)?;
-        let chunks = if options.remote_accessible {
-            registered.keys()
-        } else {
-            Vec::new()
+            .as_ref()
+            .filter(|_| descriptor.protocol.includes("rdma"))
+        {
+            let nics = peer_nics(&descriptor);
+            let peer = rdma.peer(PeerSpec { nics, ..spec });
+            return Ok(Segment::new(descriptor, peer, Route::Rdma));
+        }
+        if descriptor.protocol.includes("tcp") {
+            let peer = Peer::new(spec, &[]);
+            let route = Route::Tcp(self.tcp_peer(&descriptor).await?);
+            return Ok(Segment::new(descriptor, peer, route));
+        }
+        Err(EngineError::NoTransport {
+            segment: descriptor.name.clone(),
+            protocol: descriptor.protocol.names().join(" and "),
+            available: if self.rdma.is_some() {
+                "rdma and tcp"
+            } else {
+                "tcp"
+            }
+            .into(),
+        })
+    }
+
+    async fn tcp_peer(&self, descriptor: &SegmentDescriptor) -> Result<TcpPeer> {
+        let host = match &descriptor.tcp_data_host {
+            Some(host) => host.clone(),
+            // C++ engines serve data where they serve RPC.
+            None => self.directory.place(&descriptor.name).await?.host,
         };
-        let mut ids = Vec::with_capacity(chunks.len());
-        for chunk in chunks {
-            let region = RegionId(self.next_region.fetch_add(1, Ordering::Relaxed));
-            ids.push(region);
-            let keys = chunk.lkeys.iter().zip(&chunk.rkeys);
-            self.publication.edit(Edit::Register {
-                region,
-                name: options.location.clone(),
-                addr: chunk.addr,
-                length: chunk.length,
-                keys: keys
-                    .map(|(lkey, rkey)| KeyPair {
-                        lkey: *lkey,
-                        rkey: *rkey,
-                    })
-                    .collect(),
-            });
-        }
-        Ok(Arc::new(Region::new(
-            memory.clone(),
-            options.clone(),
-            Some(registered),
-            ids,
-        )))
-    }
-
-    fn unpublish(&self, region: &Region) {
-        for region in &region.published {
-            self.publication.edit(Edit::Unregister { region: *region });
-        }
-    }
-
-    /// Gives the store time to take the latest registrations in.
-    fn wait_stored(&self) {
-        let publication = self.publication.clone();
-        let generation = publication.generation();
-        let stored =
-            self.block(async move { Ok(publication.stored(generation, STORED_LIMIT).await) });
-        if !matches!(stored, Ok(true)) {
-            tracing::warn!(generation, "the store does not have the own record yet");
-        }
+        let place = HostPort {
+            host,
+            port: Some(descriptor.tcp_data_port),
+        };
+        let version = match descriptor.tcp_proto_version {
+            0 | 1 => Version::V1,
+            _ => Version::V2,
+        };
+        let runtime = tokio::runtime::Handle::current();
+        Ok(TcpPeer::new(
+            &descriptor.name,
+            place,
+            version,
+            self.clock,
+            runtime,
+        ))
     }
 
     fn block<T, F>(&self, work: F) -> Result<T>
@@ -446,7 +285,7 @@ impl Inner {
     {
         match &self.runtime {
             Some(runtime) => block(runtime, work),
-            None => Err(rerail_transport::TransportError::Closed.into()),
+            None => Err(TransportError::Closed.into()),
         }
     }
 
@@ -467,7 +306,9 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.publication.leave();
-        self.rdma.close();
+        if let Some(rdma) = &self.rdma {
+            rdma.close();
+        }
         drop(self.server.take());
         let publication = self.publication.clone();
         // What cannot be withdrawn in time stays, and is taken over by the next instance.
@@ -495,45 +336,17 @@ where
     });
     match receiver.recv() {
         Ok(result) => result.map_err(Into::into),
-        Err(_) => Err(rerail_transport::TransportError::Closed.into()),
+        Err(_) => Err(TransportError::Closed.into()),
     }
 }
 
-/// The own record before any memory is registered.
-fn record(name: &str, rdma: &RdmaTransport) -> LocalRecord {
-    let base = SegmentDescriptor::new(name, Protocol::rdma());
-    let names: Vec<String> = rdma
-        .nics()
-        .iter()
-        .map(|nic| nic.name().to_owned())
-        .collect();
-    let mut record = LocalRecord::new(base, Vec::new(), names.clone(), PublishOrder::Fixed);
-    let ports = rdma.nics().iter().map(|nic| {
-        let facts = nic.facts();
-        Edit::Port {
-            local: nic.index(),
-            gids: facts.gids.clone(),
-            facts: facts.observed(),
-        }
-    });
-    let nics = rerail_metadata::descriptor::LocationNics {
-        preferred: names,
-        available: Vec::new(),
+/// The NICs of a record, in its order.
+fn peer_nics(descriptor: &SegmentDescriptor) -> Vec<PeerNic> {
+    let nic = |(index, device): (usize, &rerail_metadata::descriptor::Device)| PeerNic {
+        index: index as u32,
+        path: descriptor.nic_path(&device.name).to_string(),
+        gid: device.gid,
+        lid: device.lid,
     };
-    let matrix = Edit::Matrix([(crate::memory::WILDCARD_LOCATION.to_owned(), nics)].into());
-    for edit in ports.chain([matrix]) {
-        if let Err(error) = record.apply(edit) {
-            // Only for NICs that the record was not made with.
-            tracing::error!(%error, "the own record");
-        }
-    }
-    record
-}
-
-fn no_transport(descriptor: &SegmentDescriptor) -> EngineError {
-    EngineError::NoTransport {
-        segment: descriptor.name.clone(),
-        protocol: descriptor.protocol.names().join(" and "),
-        available: "rdma".into(),
-    }
+    descriptor.devices.iter().enumerate().map(nic).collect()
 }

@@ -1,5 +1,5 @@
 #![forbid(unsafe_code)]
-//! The transfer engine: segments, memory, batches and the choice of rails.
+#![doc = include_str!("../README.md")]
 
 mod advertise;
 mod batch;
@@ -12,6 +12,7 @@ mod memory;
 mod publication;
 mod segment;
 mod service;
+mod tcp;
 
 pub use batch::{Batch, Operation, Request, Status};
 pub use config::{EngineConfig, Transport};

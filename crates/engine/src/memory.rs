@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rerail_transport::machine::ids::RegionId;
-use rerail_transport::rdma::RegisteredMemory;
+use rerail_transport::rdma::{Piece, RegisteredMemory};
 use rerail_verbs::HostMemory;
 
 use crate::{EngineError, Result};
@@ -40,8 +40,10 @@ impl Default for MemoryOptions {
 pub(crate) struct Region {
     pub(crate) memory: HostMemory,
     pub(crate) options: MemoryOptions,
-    /// What the RDMA transport has of it.
-    pub(crate) rdma: Option<RegisteredMemory>,
+    /// Its chunks with local keys, for the near ends of transfers.
+    pub(crate) pieces: Vec<Piece>,
+    /// Keeps it registered with NICs.
+    _rdma: Option<RegisteredMemory>,
     /// Its chunks in the own record.
     pub(crate) published: Vec<RegionId>,
     uses: AtomicUsize,
@@ -51,13 +53,15 @@ impl Region {
     pub(crate) fn new(
         memory: HostMemory,
         options: MemoryOptions,
+        pieces: Vec<Piece>,
         rdma: Option<RegisteredMemory>,
         published: Vec<RegionId>,
     ) -> Self {
         Self {
             memory,
             options,
-            rdma,
+            pieces,
+            _rdma: rdma,
             published,
             uses: AtomicUsize::new(0),
         }
@@ -209,7 +213,7 @@ mod tests {
         match registry.admit(memory, &options)? {
             Admission::Counted => Ok(false),
             Admission::New => {
-                let region = Region::new(memory.clone(), options, None, Vec::new());
+                let region = Region::new(memory.clone(), options, Vec::new(), None, Vec::new());
                 registry.insert(Arc::new(region));
                 Ok(true)
             }

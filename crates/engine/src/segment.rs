@@ -6,6 +6,7 @@ use std::sync::Arc;
 use rerail_metadata::descriptor::{Buffer, SegmentDescriptor};
 use rerail_transport::rdma::{Peer, Piece, Span};
 
+use crate::tcp::TcpPeer;
 use crate::{EngineError, Result};
 
 /// A peer's segment as its record described it when it was opened. Clones share it.
@@ -17,18 +18,27 @@ pub struct Segment {
     shared: Arc<Shared>,
 }
 
+/// How a segment is reached.
+pub(crate) enum Route {
+    /// Over the rails of its peer.
+    Rdma,
+    /// Over connections to its data port.
+    Tcp(TcpPeer),
+}
+
 struct Shared {
     descriptor: SegmentDescriptor,
-    peer: Option<Arc<Peer>>,
+    peer: Arc<Peer>,
+    route: Route,
     buffers: Vec<Piece>,
 }
 
 impl Segment {
-    pub(crate) fn new(descriptor: SegmentDescriptor, peer: Option<Arc<Peer>>) -> Self {
+    pub(crate) fn new(descriptor: SegmentDescriptor, peer: Arc<Peer>, route: Route) -> Self {
         let mut buffers: Vec<Piece> = descriptor
             .buffers
             .iter()
-            .filter(|buffer| peer.is_none() || !buffer.rkey.is_empty())
+            .filter(|buffer| matches!(route, Route::Tcp(_)) || !buffer.rkey.is_empty())
             .map(|buffer| Piece {
                 addr: buffer.addr,
                 length: buffer.length,
@@ -40,6 +50,7 @@ impl Segment {
             shared: Arc::new(Shared {
                 descriptor,
                 peer,
+                route,
                 buffers,
             }),
         }
@@ -60,8 +71,12 @@ impl Segment {
         &self.shared.descriptor.buffers
     }
 
-    pub(crate) fn peer(&self) -> Option<&Arc<Peer>> {
-        self.shared.peer.as_ref()
+    pub(crate) fn peer(&self) -> &Arc<Peer> {
+        &self.shared.peer
+    }
+
+    pub(crate) fn route(&self) -> &Route {
+        &self.shared.route
     }
 
     /// The far end of a transfer: covered to the last byte by what is offered.
@@ -99,6 +114,8 @@ impl fmt::Debug for Segment {
 #[cfg(test)]
 mod tests {
     use rerail_metadata::descriptor::Protocol;
+    use rerail_transport::machine::ids::PeerId;
+    use rerail_transport::rdma::PeerSpec;
 
     use super::*;
 
@@ -115,7 +132,17 @@ mod tests {
                 ..Buffer::default()
             });
         }
-        let segment = Segment::new(descriptor, None);
+        let peer = Peer::new(
+            PeerSpec {
+                id: PeerId(1),
+                segment: "peer".into(),
+                server: "peer".into(),
+                instance: None,
+                nics: Vec::new(),
+            },
+            &[],
+        );
+        let segment = Segment::new(descriptor, peer, Route::Rdma);
         assert!(
             segment.span(0x1000, 0x2000).is_ok(),
             "across the seam of two chunks"

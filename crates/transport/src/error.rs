@@ -55,6 +55,14 @@ pub enum TransferError {
         /// Name of the peer's segment.
         peer: String,
     },
+    /// It failed, and the far end has not confirmed that nothing of it can arrive any more.
+    #[error("given up without a fence towards {peer}: bytes may still arrive there; {cause}")]
+    Unfenced {
+        /// Name of the peer's segment.
+        peer: String,
+        /// Why it failed.
+        cause: String,
+    },
     /// The owner gave it up.
     #[error("cancelled")]
     Canceled,
@@ -68,9 +76,11 @@ impl TransferError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Deadline { .. } | Self::RemoteAccess { .. } | Self::NoPath { .. } => true,
-            Self::Refused { .. } | Self::PeerRestarted { .. } | Self::Canceled | Self::Closed => {
-                false
-            }
+            Self::Refused { .. }
+            | Self::PeerRestarted { .. }
+            | Self::Unfenced { .. }
+            | Self::Canceled
+            | Self::Closed => false,
         }
     }
 }

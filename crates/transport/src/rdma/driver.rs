@@ -21,7 +21,7 @@ use super::slice::Slice;
 use super::transfer::Transfer;
 use crate::TransferError;
 use crate::machine::Time;
-use crate::machine::verdict::{Verdict, verdict};
+use crate::machine::verdict::{RequestFault, Verdict, verdict};
 
 mod check;
 mod settle;
@@ -257,7 +257,9 @@ impl Driver {
             flight.transfer.complete(flight.slice);
         } else {
             rail.abandoned(bytes);
-            if let Verdict::Request(_) = verdict {
+            // A length error is not held against the request: lost packets on soft-RoCE cause it
+            // as well (its retransmissions are not exact), and so do ends that disagree on the MTU.
+            if let Verdict::Request(RequestFault::RemoteKey | RequestFault::LocalKey) = verdict {
                 let error = request_error(&flight, rail, completion);
                 flight.transfer.fail(error);
             }

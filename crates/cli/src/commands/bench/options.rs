@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::ValueEnum;
-use rerail_engine::{Engine, EngineConfig};
+use rerail_engine::{Engine, EngineConfig, Transport};
 use rerail_verbs::DeviceList;
 use serde_json::Value;
 
@@ -15,8 +15,10 @@ use crate::failure::{Failure, ResultExt as _};
 /// How bytes move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(super) enum Protocol {
-    /// RDMA over verbs.
+    /// Over verbs devices
     Rdma,
+    /// Over sockets
+    Tcp,
 }
 
 /// Options of both roles.
@@ -53,7 +55,15 @@ impl Common {
         if let Some(host) = &self.advertise {
             config.advertise = Some(host.clone());
         }
-        Engine::start(config, &devices()?).or_fail(
+        let devices = match self.protocol {
+            Protocol::Rdma => devices()?,
+            Protocol::Tcp => DeviceList::default(),
+        };
+        config.transport = match self.protocol {
+            Protocol::Rdma => Transport::Rdma,
+            Protocol::Tcp => Transport::Tcp,
+        };
+        Engine::start(config, &devices).or_fail(
             "the engine cannot be started",
             "look at the devices with `rdma link`, and at the store's address",
         )

@@ -1,0 +1,180 @@
+//! Starting an engine: listeners first, because their ports are part of its name and record.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, RwLock};
+
+use rerail_metadata::descriptor::{InstanceId, LocationNics, Protocol, RpcMeta, SegmentDescriptor};
+use rerail_metadata::{MetadataStore, StoreOptions, connect};
+use rerail_transport::machine::publisher::{Edit, LocalRecord, PublishOrder};
+use rerail_transport::rdma::{Clock, Identity, RdmaTransport};
+use rerail_transport::rpc::{HostPort, RpcClient, RpcServer};
+use rerail_verbs::DeviceList;
+use tokio::runtime::Runtime;
+
+use super::{Engine, Inner, block};
+use crate::config::{EngineConfig, Transport};
+use crate::directory::Directory;
+use crate::memory::WILDCARD_LOCATION;
+use crate::publication::{Publication, StorePlace};
+use crate::service::{EngineService, Shared};
+use crate::tcp::TcpSide;
+use crate::{EngineError, Result, advertise};
+
+/// Threads of the control runtime: store, RPC, publication, connections, and TCP's data.
+const CONTROL_THREADS: usize = 2;
+
+/// Version of the TCP data protocol in our own record (reference 7).
+const TCP_PROTO_VERSION: u32 = 2;
+
+impl Engine {
+    /// Starts an engine. `devices` are those that it may use for RDMA; an engine over TCP uses
+    /// none. Blocks until its listeners and ports are open.
+    ///
+    /// # Errors
+    ///
+    /// A device, port, setting or store that cannot be used.
+    pub fn start(config: EngineConfig, devices: &DeviceList) -> Result<Self> {
+        let runtime = runtime()?;
+        let clock = Clock::start();
+        let instance = InstanceId::now();
+        let service = Arc::new(EngineService::default());
+        let server = RpcServer::start(
+            config.bind,
+            config.rpc_ports.clone(),
+            config.rpc_server,
+            Arc::new(Shared(Arc::clone(&service))),
+            runtime.handle(),
+        )
+        .map_err(|error| EngineError::System {
+            what: "the RPC server cannot be started",
+            reason: error.to_string(),
+        })?;
+        let port = server.port();
+        let (host, why) = advertise::choose(&config);
+        tracing::info!(host, port, why, "advertised RPC address");
+        let rpc_address = HostPort {
+            host: host.clone(),
+            port: Some(port),
+        }
+        .to_string();
+        let name = if config.is_peer_to_peer() {
+            rpc_address.clone()
+        } else {
+            config.name.clone()
+        };
+        let store = open_store(&config, &runtime)?;
+        let places = store.clone().map(|store| (store, config.keys.clone()));
+        let directory = Directory::new(places, RpcClient::new(config.rpc_client));
+        let (mut rdma, mut tcp) = (None, None);
+        match config.transport {
+            Transport::Rdma => {
+                rdma = Some(Arc::new(RdmaTransport::open(
+                    devices,
+                    &config.devices,
+                    config.rdma.clone(),
+                    clock,
+                    Identity {
+                        server: name.clone(),
+                        instance: Some(instance.to_string()),
+                    },
+                    Arc::new(directory.clone()),
+                    runtime.handle().clone(),
+                )?));
+            }
+            Transport::Tcp => tcp = Some(TcpSide::start(&config, runtime.handle())?),
+        }
+        let record = match (&rdma, &tcp) {
+            (Some(rdma), _) => rdma_record(&name, rdma),
+            (None, tcp) => tcp_record(&name, &host, tcp.as_ref().map_or(0, TcpSide::port)),
+        };
+        let place = store.map(|store| StorePlace {
+            store,
+            keys: config.keys.clone(),
+            name: name.clone(),
+            rpc: RpcMeta::new(host, port),
+        });
+        let publication = Publication::new(clock, instance, record, place);
+        // Until these are set the listener refuses what it cannot answer.
+        let _ = service.publication.set(publication.clone());
+        if let Some(rdma) = &rdma {
+            let _ = service.rdma.set(Arc::clone(rdma));
+        }
+        runtime.spawn(publication.clone().run());
+        Ok(Self {
+            inner: Arc::new(Inner {
+                config,
+                clock,
+                name,
+                rpc_address,
+                service,
+                directory,
+                publication,
+                rdma,
+                tcp,
+                server: Some(server),
+                registry: RwLock::default(),
+                next_region: AtomicU64::new(1),
+                next_peer: AtomicU64::new(1),
+                runtime: Some(runtime),
+            }),
+        })
+    }
+}
+
+fn runtime() -> Result<Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(CONTROL_THREADS)
+        .thread_name("rerail-control")
+        .enable_all()
+        .build()
+        .map_err(|error| EngineError::System {
+            what: "the control runtime cannot be started",
+            reason: error.to_string(),
+        })
+}
+
+fn open_store(config: &EngineConfig, runtime: &Runtime) -> Result<Option<Arc<dyn MetadataStore>>> {
+    if config.is_peer_to_peer() {
+        return Ok(None);
+    }
+    let url = config.metadata.clone();
+    let options = StoreOptions::default();
+    block(runtime, async move { connect(&url, &options).await }).map(Some)
+}
+
+/// The own record over RDMA, before any memory is registered.
+fn rdma_record(name: &str, rdma: &RdmaTransport) -> LocalRecord {
+    let base = SegmentDescriptor::new(name, Protocol::rdma());
+    let nics = rdma.nics().iter();
+    let names: Vec<String> = nics.map(|nic| nic.name().to_owned()).collect();
+    let mut record = LocalRecord::new(base, Vec::new(), names.clone(), PublishOrder::Fixed);
+    let ports = rdma.nics().iter().map(|nic| {
+        let facts = nic.facts();
+        Edit::Port {
+            local: nic.index(),
+            gids: facts.gids.clone(),
+            facts: facts.observed(),
+        }
+    });
+    let nics = LocationNics {
+        preferred: names,
+        available: Vec::new(),
+    };
+    let matrix = Edit::Matrix([(WILDCARD_LOCATION.to_owned(), nics)].into());
+    for edit in ports.chain([matrix]) {
+        if let Err(error) = record.apply(edit) {
+            // Only for NICs that the record was not made with.
+            tracing::error!(%error, "the own record");
+        }
+    }
+    record
+}
+
+/// The own record over TCP.
+fn tcp_record(name: &str, host: &str, port: u16) -> LocalRecord {
+    let mut base = SegmentDescriptor::new(name, Protocol::tcp());
+    base.tcp_data_port = port;
+    base.tcp_data_host = Some(host.to_owned());
+    base.tcp_proto_version = TCP_PROTO_VERSION;
+    LocalRecord::new(base, Vec::new(), [], PublishOrder::Fixed)
+}
