@@ -141,7 +141,7 @@ impl Matrix {
         all.filter(move |name| seen.insert(*name))
     }
 
-    /// Gives every name the one that `published` knows for it, and takes out those it does not know.
+    /// Gives each name the one that `published` knows for it; what it does not know is taken out.
     pub fn rename(&mut self, published: impl Fn(&str) -> Option<String>) {
         for (_, entry) in &mut self.entries {
             let renamed =
