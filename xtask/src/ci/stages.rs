@@ -178,17 +178,23 @@ fn doc(ci: &Context) -> Result<()> {
 /// All tests of the workspace that need no device. nextest is used where it is installed, as it
 /// ends tests that hang; plain cargo runs the same ones.
 fn tests(ci: &Context) -> Result<()> {
+    // A store that is not there is an error here: `setup` has installed it.
+    let env = [
+        ("RERAIL_REQUIRE_STORES", "1"),
+        ("RERAIL_FULL", if ci.full { "1" } else { "0" }),
+    ];
     if has_nextest() {
-        ci.cargo(&[
+        let nextest = [
             "nextest",
             "run",
             "--locked",
             "--workspace",
             "--no-fail-fast",
-        ])?;
-        ci.cargo(&["test", "--locked", "--workspace", "--doc"])
+        ];
+        ci.cargo_with(&nextest, &env)?;
+        ci.cargo_with(&["test", "--locked", "--workspace", "--doc"], &env)
     } else {
-        ci.cargo(&["test", "--locked", "--workspace", "--no-fail-fast"])
+        ci.cargo_with(&["test", "--locked", "--workspace", "--no-fail-fast"], &env)
     }
 }
 

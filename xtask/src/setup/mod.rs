@@ -48,7 +48,7 @@ const PACKAGES: &[(&str, &[&str])] = &[
     ),
     (
         "tests against real stores",
-        &["redis-server", "etcd-server"],
+        &["redis-server", "etcd-server", "openssl"],
     ),
     (
         "interop tests with the C++ engine",
