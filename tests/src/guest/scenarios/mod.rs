@@ -18,4 +18,5 @@ macro_rules! scenarios {
 scenarios! {
     rig_in_order,
     rig_faults_and_repair,
+    bench_moves_and_verifies,
 }
