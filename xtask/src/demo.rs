@@ -28,7 +28,7 @@ const GUEST_LIMIT_S: u64 = 240;
 const MIB: u64 = 1024 * 1024;
 
 /// Arguments of `cargo xtask demo`.
-#[derive(clap::Args)]
+#[derive(clap::Args, Default)]
 pub(crate) struct DemoArgs {
     /// Over real verbs, in the soft-RoCE guest, instead of over TCP on this machine.
     #[arg(long)]

@@ -7,36 +7,36 @@ use anyhow::{Result, ensure};
 
 use super::{Context, Stage};
 use crate::guest::{self, ScenarioArgs};
-use crate::{process, setup, tidy, workspace};
+use crate::{demo, process, setup, tidy, workspace};
 
 pub(super) const STAGES: &[Stage] = &[
     Stage {
         name: "setup",
-        budget_s: 240,
+        budget_s: 210,
         full_only: false,
         run: |_| setup::run(),
     },
     Stage {
         name: "fmt",
-        budget_s: 20,
+        budget_s: 15,
         full_only: false,
         run: fmt,
     },
     Stage {
         name: "tidy",
-        budget_s: 40,
+        budget_s: 15,
         full_only: false,
         run: |_| tidy::run(),
     },
     Stage {
         name: "clippy",
-        budget_s: 300,
+        budget_s: 270,
         full_only: false,
         run: clippy,
     },
     Stage {
         name: "features",
-        budget_s: 240,
+        budget_s: 210,
         full_only: false,
         run: features,
     },
@@ -54,13 +54,19 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "tests",
-        budget_s: 480,
+        budget_s: 420,
         full_only: false,
         run: tests,
     },
     Stage {
+        name: "demo",
+        budget_s: 120,
+        full_only: false,
+        run: show,
+    },
+    Stage {
         name: "guest",
-        budget_s: 360,
+        budget_s: 420,
         full_only: false,
         run: scenarios,
     },
@@ -206,6 +212,11 @@ fn has_nextest() -> bool {
         .stderr(Stdio::null())
         .status();
     asked.is_ok_and(|status| status.success())
+}
+
+/// What the README promises first.
+fn show(_: &Context) -> Result<()> {
+    demo::run(&demo::DemoArgs::default()).map(drop)
 }
 
 fn scenarios(ci: &Context) -> Result<()> {
