@@ -10,6 +10,9 @@ use crate::machine::Time;
 use crate::machine::ids::{LocalNic, PeerId, RailId};
 use crate::machine::verdict::{RequestFault, Verdict, verdict};
 
+/// Failed attempts in a row from which a rail counts as failing again and again.
+const OFTEN: u32 = 3;
+
 impl Rails {
     /// Makes a rail half-open. Its endpoint, if it has one, is kept and probed.
     pub(super) fn half_open(&mut self, now: Time, id: RailId, cause: RailCause) {
@@ -76,6 +79,11 @@ impl Rails {
                 let Some(next) = next.filter(|next| (next.0, next.1) == (local, step)) else {
                     break;
                 };
+                // Whoever fails again and again leaves a quarter of the places to the others.
+                let running = self.running.get(&(local, step)).copied().unwrap_or(0);
+                if next.2 >= OFTEN && running >= places - places / 4 {
+                    break;
+                }
                 self.waiting.remove(&next);
                 *self.running.entry((local, step)).or_default() += 1;
                 self.start(now, next.4, step);
