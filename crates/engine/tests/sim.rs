@@ -1,0 +1,191 @@
+//! Engines over simulated NICs in real time: what holds over RDMA, and through faults.
+#![cfg(feature = "sim")]
+
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use rerail_engine::{Engine, EngineConfig, EngineError, MemoryOptions, RailState, Request};
+use rerail_verbs::HostMemory;
+use rerail_verbs::sim::{FabricOptions, NicId, NicOptions, NodeId, PortId, RealTimeFabric};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+struct Rig {
+    fabric: RealTimeFabric,
+    hosts: Vec<(NodeId, Vec<NicId>)>,
+}
+
+/// Two hosts with `rails` NICs each, all in one subnet.
+fn rig(seed: u64, rails: u8) -> Rig {
+    let fabric = RealTimeFabric::start(FabricOptions::card(seed)).expect("a thread");
+    let hosts = (0..2_u8).map(|host| {
+        let node = fabric.add_node(&format!("host{host}"));
+        let nics = (0..rails).map(|rail| {
+            let address = IpAddr::from([10, 0, host, rail + 1]);
+            fabric.add_nic(node, &NicOptions::ethernet(&format!("sim{rail}"), address))
+        });
+        (node, nics.collect())
+    });
+    let hosts = hosts.collect();
+    Rig { fabric, hosts }
+}
+
+impl Rig {
+    fn engine(&self, host: usize) -> Engine {
+        self.engine_with(host, &[])
+    }
+
+    fn engine_with(&self, host: usize, settings: &[(&str, &str)]) -> Engine {
+        let lookup = |variable: &str| {
+            let set = settings.iter().find(|(name, _)| *name == variable);
+            let set = set.map(|(_, value)| (*value).to_owned());
+            set.or_else(|| (variable == "MC_TCP_BIND_ADDRESS").then(|| "127.0.0.1".to_owned()))
+        };
+        let config = EngineConfig::with_settings("P2PHANDSHAKE", "any", &lookup);
+        let process = self.fabric.add_process(self.hosts[host].0);
+        let devices = self.fabric.devices_of(process);
+        Engine::start(config.expect("settings are valid"), &devices).expect("an engine starts")
+    }
+
+    fn port(&self, host: usize, rail: usize) -> PortId {
+        PortId {
+            nic: self.hosts[host].1[rail],
+            port: 1,
+        }
+    }
+}
+
+fn registered(engine: &Engine, length: usize) -> HostMemory {
+    let memory = HostMemory::allocate(length).expect("memory");
+    engine
+        .register(&memory, MemoryOptions::default())
+        .expect("memory can be registered");
+    memory
+}
+
+fn pattern(length: usize, round: u8) -> Vec<u8> {
+    (0..length)
+        .map(|index| (index * 7 + index / 251) as u8 ^ round)
+        .collect()
+}
+
+/// Writes a pattern from `own` to `peer`, reads it back into other memory, and compares.
+fn there_and_back(own: &Engine, peer: &Engine, length: usize, rounds: u8) {
+    let target = registered(peer, length);
+    let source = registered(own, 2 * length);
+    let segment = own.open_segment(peer.name()).expect("the peer is there");
+    let sink = source.addr() + length as u64;
+    let mut batch = own.allocate_batch(1);
+    for round in 0..rounds {
+        let pattern = pattern(length, round);
+        source.copy_in(0, &pattern).expect("inside");
+        for request in [
+            Request::write(&segment, source.addr(), target.addr(), length as u64),
+            Request::read(&segment, sink, target.addr(), length as u64),
+        ] {
+            batch.submit(&[request]).expect("submitted");
+            batch.wait(LIMIT).expect("moved");
+            batch.clear().expect("finished");
+        }
+        let mut back = vec![0; length];
+        source.copy_out(length, &mut back).expect("inside");
+        assert!(back == pattern, "round {round}");
+    }
+    own.unregister(source.addr()).expect("nothing uses it");
+    peer.unregister(target.addr()).expect("nothing uses it");
+}
+
+#[test]
+fn bytes_go_there_and_back_over_two_rails() {
+    let rig = rig(1, 2);
+    there_and_back(&rig.engine(0), &rig.engine(1), (1 << 20) + 4099, 3);
+}
+
+#[test]
+fn an_engine_transfers_to_itself_over_its_nics() {
+    let rig = rig(2, 2);
+    let engine = rig.engine(0);
+    there_and_back(&engine, &engine, 300_001, 2);
+}
+
+#[test]
+fn r12_transfers_cross_the_seams_of_split_registrations() {
+    let rig = rig(3, 1);
+    let own = rig.engine_with(0, &[("MC_MAX_MR_SIZE", "8192")]);
+    let peer = rig.engine_with(1, &[("MC_MAX_MR_SIZE", "12288")]);
+    there_and_back(&own, &peer, 100_000, 1);
+}
+
+#[test]
+fn unequal_queue_pair_counts_are_refused_and_name_the_setting() {
+    let rig = rig(4, 1);
+    let own = rig.engine_with(0, &[("MC_NUM_QP_PER_EP", "3")]);
+    let peer = rig.engine(1);
+    let (source, target) = (registered(&own, 4096), registered(&peer, 4096));
+    let segment = own.open_segment(peer.name()).expect("the peer is there");
+    let batch = own.allocate_batch(1);
+    let mut request = Request::write(&segment, source.addr(), target.addr(), 4096);
+    request.timeout = Some(Duration::from_secs(1));
+    batch.submit(&[request]).expect("submitted");
+    let error = batch.wait(LIMIT).expect_err("no connection is possible");
+    assert!(matches!(error, EngineError::Transfer(_)), "{error}");
+    assert!(error.to_string().contains("MC_NUM_QP_PER_EP"), "{error}");
+    there_and_back(&rig.engine(0), &peer, 4096, 1);
+}
+
+#[test]
+fn h03_both_sides_open_at_once() {
+    let rig = rig(5, 1);
+    for _ in 0..10 {
+        let (left, right) = (rig.engine(0), rig.engine(1));
+        std::thread::scope(|scope| {
+            scope.spawn(|| there_and_back(&left, &right, 65_536, 2));
+            scope.spawn(|| there_and_back(&right, &left, 65_536, 2));
+        });
+    }
+}
+
+#[test]
+fn a_port_that_goes_down_costs_time_and_no_transfer() {
+    const LENGTH: u64 = 4 << 20;
+    let rig = rig(6, 2);
+    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (source, target) = (registered(&own, 4 << 20), registered(&peer, 4 << 20));
+    let segment = own.open_segment(peer.name()).expect("the peer is there");
+    let mut batch = own.allocate_batch(4);
+    let mut move_for = |time: Duration| {
+        let (begin, mut retried) = (Instant::now(), 0);
+        while begin.elapsed() < time {
+            let write = Request::write(&segment, source.addr(), target.addr(), LENGTH);
+            batch.submit(&vec![write; 4]).expect("submitted");
+            batch.wait(LIMIT).expect("nothing fails");
+            retried += batch.retried_slices();
+            batch.clear().expect("finished");
+        }
+        retried
+    };
+    let rails_up = || {
+        let rails = own.rails(&segment);
+        rails
+            .iter()
+            .filter(|rail| rail.state == RailState::Up)
+            .count()
+    };
+    assert_eq!(move_for(Duration::from_millis(200)), 0);
+    assert!(rails_up() >= 2, "both local NICs are in use");
+    std::thread::scope(|scope| {
+        let fault = scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            rig.fabric.port_down(rig.port(1, 0));
+        });
+        assert!(
+            move_for(Duration::from_millis(1_500)) > 0,
+            "work was cut off"
+        );
+        fault.join().expect("done");
+    });
+    let errors: u64 = own.rails(&segment).iter().map(|rail| rail.errors).sum();
+    assert!(errors > 0, "the rail is blamed");
+    rig.fabric.port_up(rig.port(1, 0));
+    move_for(Duration::from_millis(500));
+}
