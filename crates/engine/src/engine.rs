@@ -3,8 +3,9 @@
 mod registration;
 mod start;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use rerail_metadata::descriptor::SegmentDescriptor;
@@ -29,6 +30,9 @@ use crate::segment::{Route, Segment};
 use crate::service::{EngineService, Notification};
 use crate::tcp::{self, TcpPeer, TcpSide};
 use crate::{EngineError, Result};
+
+/// Peers that are remembered.
+const PEERS_MAX: usize = 4096;
 
 /// How long closing waits for the record to be withdrawn.
 const LEAVE_LIMIT: Duration = Duration::from_secs(2);
@@ -57,6 +61,8 @@ struct Inner {
     /// Regions of the own record by their registration's address, in chunks.
     next_region: AtomicU64,
     next_peer: AtomicU64,
+    /// Peers by the names of their segments.
+    peers: Mutex<HashMap<String, Arc<Peer>>>,
     // Last: what is above may still need it.
     runtime: Option<Runtime>,
 }
@@ -234,7 +240,7 @@ impl Inner {
             .filter(|_| descriptor.protocol.includes("rdma"))
         {
             let nics = peer_nics(&descriptor);
-            let peer = rdma.peer(PeerSpec { nics, ..spec });
+            let peer = self.rdma_peer(rdma, PeerSpec { nics, ..spec });
             return Ok(Segment::new(descriptor, peer, Route::Rdma));
         }
         if descriptor.protocol.includes("tcp") {
@@ -252,6 +258,22 @@ impl Inner {
             }
             .into(),
         })
+    }
+
+    /// The peer of an earlier opening, with the state of its rails, if it is still the same.
+    fn rdma_peer(&self, rdma: &RdmaTransport, spec: PeerSpec) -> Arc<Peer> {
+        // A map of peers is whole whatever panicked.
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(peer) = peers.get(&spec.segment).filter(|peer| peer.is_same(&spec)) {
+            return Arc::clone(peer);
+        }
+        if peers.len() >= PEERS_MAX {
+            peers.clear();
+        }
+        let name = spec.segment.clone();
+        let peer = rdma.peer(spec);
+        peers.insert(name, Arc::clone(&peer));
+        peer
     }
 
     async fn tcp_peer(&self, descriptor: &SegmentDescriptor) -> Result<TcpPeer> {

@@ -102,6 +102,15 @@ fn bytes_go_there_and_back_over_two_rails() {
 }
 
 #[test]
+fn a_segment_that_is_opened_again_shares_the_connections() {
+    let rig = rig(7, 2);
+    let (own, peer) = (rig.engine(0), rig.engine(1));
+    for _ in 0..4 {
+        there_and_back(&own, &peer, 500_000, 1);
+    }
+}
+
+#[test]
 fn an_engine_transfers_to_itself_over_its_nics() {
     let rig = rig(2, 2);
     let engine = rig.engine(0);

@@ -1,7 +1,7 @@
 //! Starting an engine: listeners first, because their ports are part of its name and record.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 use rerail_metadata::descriptor::{InstanceId, LocationNics, Protocol, RpcMeta, SegmentDescriptor};
 use rerail_metadata::{MetadataStore, StoreOptions, connect};
@@ -115,6 +115,7 @@ impl Engine {
                 registry: RwLock::default(),
                 next_region: AtomicU64::new(1),
                 next_peer: AtomicU64::new(1),
+                peers: Mutex::default(),
                 runtime: Some(runtime),
             }),
         })

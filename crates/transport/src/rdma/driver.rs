@@ -156,7 +156,21 @@ impl Driver {
                 gate,
             } => {
                 let lane = self.lane(&rail);
-                let link = Box::new(Link::new(endpoint, lane, pairs, gate, now));
+                // An endpoint may serve several rails: a segment that was opened again, under a
+                // record that has changed, has rails of its own between the same NICs.
+                if let Some(key) = self.link_keys.get(&endpoint).copied() {
+                    let link = self.links.get_mut(key);
+                    if link.is_some_and(|link| link.pairs.is_some()) {
+                        self.lanes[lane].link = Some(key);
+                        self.lanes[lane].asked = false;
+                    } else {
+                        // It has broken meanwhile.
+                        rail.suspend(now);
+                        self.strand(lane);
+                    }
+                    return;
+                }
+                let link = Box::new(Link::new(endpoint, pairs, gate, now));
                 if let Ok(key) = self.links.insert(link) {
                     self.link_keys.insert(endpoint, key);
                     self.lanes[lane].link = Some(key);
@@ -245,7 +259,7 @@ impl Driver {
             return;
         };
         link.came_back(flight.queue, bytes, now);
-        let rail = &self.lanes[link.lane].rail;
+        let rail = &self.lanes[flight.lane].rail;
         let verdict = verdict(completion.status);
         if verdict == Verdict::Done {
             rail.moved(bytes);
@@ -345,6 +359,7 @@ impl Driver {
             let flight = Flight {
                 transfer,
                 slice,
+                lane: lane_index,
                 link: key,
                 queue,
             };
@@ -389,7 +404,7 @@ impl Driver {
             self.in_flight_bytes -= bytes;
             if let Some(link) = self.links.get_mut(flight.link) {
                 link.came_back(flight.queue, bytes, now);
-                self.lanes[link.lane].rail.abandoned(bytes);
+                self.lanes[flight.lane].rail.abandoned(bytes);
             }
             flight.transfer.unclaim(flight.slice);
         }

@@ -24,6 +24,8 @@ pub(super) struct Lane {
 pub(super) struct Flight {
     pub(super) transfer: Arc<Transfer>,
     pub(super) slice: Slice,
+    /// Position of the lane that it came from.
+    pub(super) lane: usize,
     /// Key of its link.
     pub(super) link: u64,
     /// Position of its queue pair in the link.
@@ -41,7 +43,6 @@ pub(super) struct SendQueue {
 /// An endpoint on which work is posted, or was until it broke.
 pub(super) struct Link {
     pub(super) endpoint: EndpointKey,
-    pub(super) lane: usize,
     /// Gone once nothing may be posted any more, so that the owner can destroy them.
     pub(super) pairs: Option<Arc<Pairs>>,
     gate: Arc<AtomicBool>,
@@ -59,7 +60,6 @@ pub(super) struct Link {
 impl Link {
     pub(super) fn new(
         endpoint: EndpointKey,
-        lane: usize,
         pairs: Arc<Pairs>,
         gate: Arc<AtomicBool>,
         now: Time,
@@ -71,7 +71,6 @@ impl Link {
         });
         Self {
             endpoint,
-            lane,
             queues: queues.collect(),
             pairs: Some(pairs),
             gate,

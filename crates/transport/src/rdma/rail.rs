@@ -39,6 +39,7 @@ pub struct Peer {
     segment: String,
     server: String,
     instance: Option<String>,
+    nics: Vec<PeerNic>,
     rails: Vec<Arc<Rail>>,
 }
 
@@ -73,8 +74,17 @@ impl Peer {
             segment: spec.segment,
             server: spec.server,
             instance: spec.instance,
+            nics: spec.nics,
             rails,
         })
+    }
+
+    /// True if it is what `spec` describes, whatever its number: its rails can be used on.
+    pub fn is_same(&self, spec: &PeerSpec) -> bool {
+        self.segment == spec.segment
+            && self.server == spec.server
+            && self.instance == spec.instance
+            && self.nics == spec.nics
     }
 
     /// Its number.

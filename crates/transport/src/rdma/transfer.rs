@@ -189,14 +189,24 @@ impl Transfer {
     /// is claimed has come back. Of several causes the first is kept. False if it had failed
     /// before.
     pub fn fail(&self, error: TransferError) -> bool {
-        if self.is_finished() || self.error.set(error).is_err() {
+        // Held meanwhile, so that no error appears on a transfer that has finished without.
+        let hold = |open: u64| (open > 0).then_some(open + 1);
+        let held = self
+            .open
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, hold);
+        if held.is_err() {
+            return false;
+        }
+        if self.error.set(error).is_err() {
+            self.release();
             return false;
         }
         fence(Ordering::SeqCst);
         let unclaimed = self.cursor.swap(self.spec.length, Ordering::AcqRel);
         self.end_returned();
-        // Last, because it may finish the transfer.
         self.end(self.spec.length - unclaimed);
+        // Last, because it may finish the transfer.
+        self.release();
         true
     }
 

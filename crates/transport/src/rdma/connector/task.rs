@@ -51,7 +51,8 @@ pub(super) struct EndpointTask {
     local: Option<LocalEnds>,
     pairs: Option<Arc<Pairs>>,
     gate: Arc<AtomicBool>,
-    rail: Option<Arc<Rail>>,
+    /// The rails whose work is posted on it: mostly one.
+    rails: Vec<Arc<Rail>>,
     /// The data thread knows the endpoint.
     attached: bool,
     retired: bool,
@@ -81,7 +82,7 @@ impl EndpointTask {
             local: None,
             pairs: None,
             gate: Arc::new(AtomicBool::new(true)),
-            rail: None,
+            rails: Vec::new(),
             attached: false,
             retired: false,
             last_token: 0,
@@ -151,10 +152,10 @@ impl EndpointTask {
                     self.connector.want(&rail);
                     return;
                 }
-                self.rail = Some(rail);
                 if self.machine.is_connected() {
-                    self.attach().await;
+                    self.attach(&rail).await;
                 }
+                self.rails.push(rail);
             }
             Mail::Drained(held) => {
                 self.held.extend(held);
@@ -190,7 +191,9 @@ impl EndpointTask {
             }
             Action::Attach => {
                 tracing::info!(nic = self.nic.name(), peer = %self.peer_path, "connected");
-                self.attach().await;
+                for rail in self.rails.clone() {
+                    self.attach(&rail).await;
+                }
             }
             Action::Detach => {
                 self.gate.store(false, Ordering::Release);
@@ -367,8 +370,8 @@ impl EndpointTask {
         self.input(Input::Replied(Ok(reply)));
     }
 
-    async fn attach(&mut self) {
-        let (Some(rail), Some(pairs)) = (&self.rail, &self.pairs) else {
+    async fn attach(&mut self, rail: &Arc<Rail>) {
+        let Some(pairs) = &self.pairs else {
             return;
         };
         rail.connected();
@@ -378,10 +381,8 @@ impl EndpointTask {
             pairs: Arc::clone(pairs),
             gate: Arc::clone(&self.gate),
         };
-        if !self.attached {
-            self.attached = true;
-            order(&self.inbox, attach).await;
-        }
+        self.attached = true;
+        order(&self.inbox, attach).await;
     }
 
     async fn retire_if_closing(&mut self) {
@@ -396,16 +397,15 @@ impl EndpointTask {
             return;
         }
         self.connector.retire(&self.nic, &self.peer_path, self.key);
-        let Some(rail) = &self.rail else {
-            return;
-        };
         let now = self.connector.shared.clock.now();
-        match cause {
-            CloseCause::PeerRebuilt | CloseCause::Withdrawn(_) => rail.closed(),
-            cause => rail.failed(now, cause.to_string()),
-        }
-        if !self.attached {
-            order(&self.inbox, Order::Strand(Arc::clone(rail))).await;
+        for rail in &self.rails {
+            match cause {
+                CloseCause::PeerRebuilt | CloseCause::Withdrawn(_) => rail.closed(),
+                cause => rail.failed(now, cause.to_string()),
+            }
+            if !self.attached {
+                order(&self.inbox, Order::Strand(Arc::clone(rail))).await;
+            }
         }
     }
 }

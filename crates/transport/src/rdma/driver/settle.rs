@@ -50,12 +50,13 @@ impl Driver {
         if link.pairs.take().is_none() {
             return;
         }
-        let lane = link.lane;
-        // A newer endpoint may have taken the rail over.
-        if self.lanes[lane].link == Some(key) {
-            self.lanes[lane].link = None;
-            self.lanes[lane].rail.suspend(now);
-            self.strand(lane);
+        for lane in 0..self.lanes.len() {
+            // A newer endpoint may have taken a rail over.
+            if self.lanes[lane].link == Some(key) {
+                self.lanes[lane].link = None;
+                self.lanes[lane].rail.suspend(now);
+                self.strand(lane);
+            }
         }
     }
 
@@ -107,7 +108,7 @@ impl Driver {
             self.in_flight_bytes -= bytes;
             if let Some(link) = self.links.get_mut(key) {
                 link.came_back(flight.queue, bytes, now);
-                self.lanes[link.lane].rail.abandoned(bytes);
+                self.lanes[flight.lane].rail.abandoned(bytes);
                 link.abandoned.push((flight.transfer, flight.slice));
             }
         }
