@@ -14,7 +14,10 @@ use clap::Subcommand;
 #[derive(clap::Args)]
 #[command(
     arg_required_else_help = true,
-    after_help = "Examples:\n  rerail bench target --metadata P2PHANDSHAKE --name here --advertise 10.0.0.1\n  rerail bench initiator --metadata P2PHANDSHAKE --name there --segment 10.0.0.1:15428 \\\n      --operation write --block-size 65536 --duration 10 --verify"
+    after_help = "Examples:\n  \
+                  rerail bench target --metadata P2PHANDSHAKE --name here --advertise 10.0.0.1\n  \
+                  rerail bench initiator --metadata P2PHANDSHAKE --name there \\\n\x20     \
+                  --segment 10.0.0.1:15428 --operation write --block-size 65536 --duration 10 --verify"
 )]
 pub(crate) struct Args {
     #[command(subcommand)]

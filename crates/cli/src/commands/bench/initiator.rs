@@ -179,8 +179,8 @@ impl Plan {
         if areas < args.threads {
             return Err(usage(
                 format!(
-                    "the target offers {offered} bytes, fewer than block size × batch size × threads, \
-                     {area_bytes} × {}",
+                    "the target offers {offered} bytes, fewer than block size × batch size × \
+                     threads, {area_bytes} × {}",
                     args.threads
                 ),
                 "give the target a larger --buffer-size, or lower one of the three",
