@@ -1,6 +1,7 @@
 #![forbid(unsafe_code)]
 //! Transports that survive faults. See the module list.
 
+mod dial;
 mod error;
 mod listen;
 pub mod machine;

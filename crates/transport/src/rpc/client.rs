@@ -7,12 +7,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 
-use super::frame::{Decoder, Frame, FrameError, LENGTH_MAX_DEFAULT, MessageType};
+use super::frame::{Decoder, Frame, FrameError, LENGTH_MAX_DEFAULT, MessageType, length_max};
 use super::host_port::{HostPort, PORT_DEFAULT};
 use super::message::{ConnectionMessage, MessageError, Notify, PROBE_REQUEST};
+use crate::TransportError;
+use crate::dial::{DialError, dial};
+use crate::settings::Settings;
 
-/// Addresses of one host that are tried at most.
-const ADDRESSES_MAX: usize = 8;
 /// Bytes asked of the socket at once.
 const CHUNK_BYTES: usize = 16 << 10;
 
@@ -128,6 +129,24 @@ impl Default for ClientLimits {
     }
 }
 
+impl ClientLimits {
+    /// The defaults, with what is set: `HANDSHAKE_CONNECT_TIMEOUT` (seconds, 1..=3599) and
+    /// `HANDSHAKE_MAX_LENGTH` (bytes, 1 MiB..=128 MiB).
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Setting`] for a value that does not parse or is out of range.
+    pub fn from_settings(settings: &Settings<'_>) -> Result<Self, TransportError> {
+        let default = Self::default();
+        let connect_s = settings.number("HANDSHAKE_CONNECT_TIMEOUT", 1..=3_599)?;
+        Ok(Self {
+            connect: connect_s.map_or(default.connect, Duration::from_secs),
+            reply_bytes_max: length_max(settings)?,
+            ..default
+        })
+    }
+}
+
 /// Asks servers. Holds no connection: the protocol has one request in each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct RpcClient {
@@ -144,7 +163,8 @@ impl RpcClient {
     ///
     /// # Errors
     ///
-    /// [`RpcError::Refused`] when the peer gives a reason not to connect.
+    /// [`RpcError::Refused`] when the peer gives a reason not to connect, or answers `null`: a C++
+    /// engine does so until its RDMA transport is there.
     pub async fn connection(
         &self,
         server: &HostPort,
@@ -153,6 +173,9 @@ impl RpcClient {
         let text = self
             .exchange(server, MessageType::Connection, message.encode())
             .await?;
+        if is_null(&text) {
+            return Err(refused(server, "it takes no connections (yet)"));
+        }
         let reply = ConnectionMessage::decode(&text).map_err(|error| malformed(server, error))?;
         if reply.reply_msg.is_empty() {
             Ok(reply)
@@ -174,7 +197,7 @@ impl RpcClient {
         let text = self
             .exchange(server, MessageType::Metadata, descriptor)
             .await?;
-        if text.trim_ascii() == b"null" {
+        if is_null(&text) {
             return Err(refused(
                 server,
                 "it does not exchange metadata; does it use a store?",
@@ -192,6 +215,9 @@ impl RpcClient {
         let text = self
             .exchange(server, MessageType::Notify, notify.encode())
             .await?;
+        if is_null(&text) {
+            return Err(refused(server, "it takes no notifications"));
+        }
         let reply = Notify::decode(&text).map_err(|error| malformed(server, error))?;
         if reply.notify_msg.is_empty() {
             return Err(refused(server, "the notification was not taken"));
@@ -239,35 +265,20 @@ impl RpcClient {
 
     async fn connect(&self, server: &HostPort) -> Result<TcpStream, RpcError> {
         let limit = self.limits.connect;
-        let deadline = Instant::now() + limit;
-        let name = (server.host.as_str(), server.port_or(PORT_DEFAULT));
-        let resolve_error = |reason: String| RpcError::Resolve {
-            server: server.to_string(),
-            reason,
-        };
-        let addresses = timeout_at(deadline, tokio::net::lookup_host(name))
+        let port = server.port_or(PORT_DEFAULT);
+        dial(&server.host, port, Instant::now() + limit)
             .await
-            .map_err(|_| timed_out(server, limit, "resolving the name"))?
-            .map_err(|error| resolve_error(error.to_string()))?;
-        let mut last = None;
-        for address in addresses.take(ADDRESSES_MAX) {
-            match timeout_at(deadline, TcpStream::connect(address)).await {
-                Ok(Ok(stream)) => {
-                    // Only the time of small messages depends on it.
-                    let _ = stream.set_nodelay(true);
-                    return Ok(stream);
-                }
-                Ok(Err(error)) => last = Some(format!("{address}: {error}")),
-                Err(_) => return Err(timed_out(server, limit, "connecting")),
-            }
-        }
-        Err(match last {
-            Some(reason) => RpcError::Connect {
-                server: server.to_string(),
-                reason,
-            },
-            None => resolve_error("none was found".to_owned()),
-        })
+            .map_err(|error| match error {
+                DialError::Resolve(reason) => RpcError::Resolve {
+                    server: server.to_string(),
+                    reason,
+                },
+                DialError::Connect(reason) => RpcError::Connect {
+                    server: server.to_string(),
+                    reason,
+                },
+                DialError::Timeout { doing } => timed_out(server, limit, doing),
+            })
     }
 
     async fn read_reply(
@@ -298,6 +309,11 @@ impl RpcClient {
             .map_err(bad_frame)?
             .ok_or_else(|| closed(server, &"the reply is empty"))
     }
+}
+
+/// How a server says that it has no handler for a request, or that the handler failed.
+fn is_null(text: &[u8]) -> bool {
+    text.trim_ascii() == b"null"
 }
 
 fn closed(server: &HostPort, reason: &dyn fmt::Display) -> RpcError {

@@ -3,10 +3,20 @@
 //! Frames of old engines have no type byte; their text starts with `{`, which is no type. Such a
 //! frame is a Connection request, and is answered with a frame of the same form.
 
+use crate::TransportError;
+use crate::settings::Settings;
+
 /// Longest frame that is accepted unless the setting `HANDSHAKE_MAX_LENGTH` says otherwise.
 pub const LENGTH_MAX_DEFAULT: usize = 1 << 20;
 /// Largest value of that setting.
 pub const LENGTH_MAX_LIMIT: usize = 128 << 20;
+/// The longest frame to accept: `HANDSHAKE_MAX_LENGTH`, or the default.
+pub(super) fn length_max(settings: &Settings<'_>) -> Result<usize, TransportError> {
+    let range = LENGTH_MAX_DEFAULT..=LENGTH_MAX_LIMIT;
+    let set = settings.number("HANDSHAKE_MAX_LENGTH", range)?;
+    Ok(set.unwrap_or(LENGTH_MAX_DEFAULT))
+}
+
 /// Bytes of the length field.
 const HEADER_BYTES: usize = 8;
 

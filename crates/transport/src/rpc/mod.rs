@@ -15,6 +15,8 @@
 pub mod client;
 pub mod frame;
 pub mod host_port;
+#[cfg(test)]
+mod hostile_tests;
 pub mod message;
 pub mod server;
 #[cfg(test)]

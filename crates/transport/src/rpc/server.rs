@@ -14,13 +14,15 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-use super::frame::{Decoder, Frame, LENGTH_MAX_DEFAULT, MessageType};
+use super::frame::{Decoder, Frame, LENGTH_MAX_DEFAULT, MessageType, length_max};
 use super::message::{ConnectionMessage, NO_REPLY, Notify, PROBE_REPLY};
+use crate::TransportError;
 use crate::listen::listen_on_one_of;
+use crate::settings::Settings;
 
 /// Bytes asked of the socket at once.
 const CHUNK_BYTES: usize = 16 << 10;
@@ -64,11 +66,26 @@ impl Default for ServerLimits {
     }
 }
 
-/// A listening server. It stops when it is dropped.
+impl ServerLimits {
+    /// The defaults, with what is set: `HANDSHAKE_MAX_LENGTH` (bytes, 1 MiB..=128 MiB).
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Setting`] for a value that does not parse or is out of range.
+    pub fn from_settings(settings: &Settings<'_>) -> Result<Self, TransportError> {
+        Ok(Self {
+            request_bytes_max: length_max(settings)?,
+            ..Self::default()
+        })
+    }
+}
+
+/// A listening server. It stops when it is dropped, requests under way included.
 #[derive(Debug)]
 pub struct RpcServer {
     local: SocketAddr,
     accepting: JoinHandle<()>,
+    stopping: watch::Sender<bool>,
 }
 
 impl RpcServer {
@@ -90,8 +107,23 @@ impl RpcServer {
         let listener = TcpListener::from_std(listener)?;
         drop(entered);
         let local = listener.local_addr()?;
-        let accepting = runtime.spawn(accept(listener, limits, handler));
-        Ok(Self { local, accepting })
+        let (stopping, stopped) = watch::channel(false);
+        let accepting = runtime.spawn(accept(listener, limits, handler, stopped));
+        Ok(Self {
+            local,
+            accepting,
+            stopping,
+        })
+    }
+
+    /// Stops listening at once, lets requests under way finish for `grace`, ends the rest, and
+    /// returns when none is left.
+    pub async fn stop(mut self, grace: Duration) {
+        self.stopping.send_replace(true);
+        if timeout(grace, &mut self.accepting).await.is_err() {
+            self.accepting.abort();
+            let _ = (&mut self.accepting).await;
+        }
     }
 
     /// The port that is listened on.
@@ -107,15 +139,26 @@ impl Drop for RpcServer {
     }
 }
 
-async fn accept(listener: TcpListener, limits: ServerLimits, handler: Arc<dyn Handler>) {
+async fn accept(
+    listener: TcpListener,
+    limits: ServerLimits,
+    handler: Arc<dyn Handler>,
+    mut stopped: watch::Receiver<bool>,
+) {
     let places = Arc::new(Semaphore::new(limits.connections_max));
     let mut connections = JoinSet::new();
     loop {
         while connections.try_join_next().is_some() {}
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-            return;
+        let next = async {
+            // Never closed: `places` lives as long as this function.
+            let place = Arc::clone(&places).acquire_owned().await.ok();
+            (place, listener.accept().await)
         };
-        match listener.accept().await {
+        let (place, accepted) = tokio::select! {
+            next = next => next,
+            _ = stopped.wait_for(|stopped| *stopped) => break,
+        };
+        match accepted {
             Ok((stream, peer)) => {
                 let handler = Arc::clone(&handler);
                 connections.spawn(async move {
@@ -130,6 +173,8 @@ async fn accept(listener: TcpListener, limits: ServerLimits, handler: Arc<dyn Ha
             }
         }
     }
+    drop(listener);
+    while connections.join_next().await.is_some() {}
 }
 
 /// One connection: a request, a reply, and the end.

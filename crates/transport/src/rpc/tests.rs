@@ -15,8 +15,14 @@ use super::*;
 use crate::rdma::endpoint::Offer;
 
 #[derive(Default)]
-struct Echo {
+pub(super) struct Echo {
     notified: Mutex<Vec<Notify>>,
+}
+
+impl Echo {
+    pub(super) fn notified(&self) -> Vec<Notify> {
+        self.notified.lock().expect("whole").clone()
+    }
 }
 
 impl Handler for Echo {
@@ -54,7 +60,7 @@ impl Handler for Echo {
     }
 }
 
-fn start(limits: ServerLimits) -> (RpcServer, Arc<Echo>, HostPort) {
+pub(super) fn start(limits: ServerLimits) -> (RpcServer, Arc<Echo>, HostPort) {
     let handler = Arc::new(Echo::default());
     let loopback = Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
     let server = RpcServer::start(
@@ -69,14 +75,14 @@ fn start(limits: ServerLimits) -> (RpcServer, Arc<Echo>, HostPort) {
     (server, handler, address)
 }
 
-fn at(port: u16) -> HostPort {
+pub(super) fn at(port: u16) -> HostPort {
     HostPort {
         host: "127.0.0.1".to_owned(),
         port: Some(port),
     }
 }
 
-fn request(peer_path: &str) -> ConnectionMessage {
+pub(super) fn request(peer_path: &str) -> ConnectionMessage {
     ConnectionMessage::offer(Offer {
         local_path: "you@mlx5_1".to_owned(),
         peer_path: peer_path.to_owned(),
@@ -86,7 +92,7 @@ fn request(peer_path: &str) -> ConnectionMessage {
 }
 
 /// That a healthy peer is served, and soon.
-async fn assert_serves(address: &HostPort) {
+pub(super) async fn assert_serves(address: &HostPort) {
     let client = RpcClient::default();
     let served = tokio::time::timeout(Duration::from_secs(4), client.probe(address)).await;
     assert_eq!(served, Ok(Ok(())));
@@ -109,7 +115,7 @@ async fn every_kind_of_request_is_answered() {
         notify_msg: "done".into(),
     };
     assert_eq!(client.notify(&address, &notify).await, Ok(()));
-    assert_eq!(*handler.notified.lock().expect("whole"), [notify]);
+    assert_eq!(handler.notified(), [notify]);
 }
 
 #[tokio::test]
@@ -246,7 +252,11 @@ async fn a_client_names_what_a_broken_server_did() {
     assert!(matches!(huge, RpcError::Frame { .. }), "{huge}");
     let null = Frame::typed(MessageType::Connection, *b"null\n").encode();
     let null = ask(broken_server(Some(null)).await).await;
-    assert!(matches!(null, RpcError::Malformed { .. }), "{null}");
+    assert!(matches!(null, RpcError::Refused { .. }), "{null}");
+    assert!(null.is_retryable());
+    let wrong = Frame::typed(MessageType::Connection, *b"{\"qp_num\":\"x\"}").encode();
+    let wrong = ask(broken_server(Some(wrong)).await).await;
+    assert!(matches!(wrong, RpcError::Malformed { .. }), "{wrong}");
     let other = Frame::typed(MessageType::Probe, *b"{}\n").encode();
     let other = ask(broken_server(Some(other)).await).await;
     assert!(matches!(other, RpcError::WrongType { .. }), "{other}");
