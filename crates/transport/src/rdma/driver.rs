@@ -24,9 +24,11 @@ use crate::machine::Time;
 use crate::machine::verdict::{RequestFault, Verdict, verdict};
 
 mod check;
+mod doubt;
 mod settle;
 
 use check::Pace;
+use doubt::doubts_reads;
 
 /// Work requests in one post.
 const BATCH_MAX: usize = 16;
@@ -65,6 +67,8 @@ pub struct Driver {
     flights: Slab<Flight>,
     in_flight_bytes: u64,
     pace: Pace,
+    /// The device's successful READs need proof.
+    doubts_reads: bool,
     batch: Vec<WorkRequest>,
     keys: Vec<u64>,
     completions: [Completion; POLL_MAX],
@@ -83,6 +87,7 @@ impl Driver {
     ) -> Self {
         let flights_max = config.cqe_max.min(nic.attr().max_cqe);
         Self {
+            doubts_reads: doubts_reads(nic.attr().vendor_id),
             nic,
             inbox,
             window_bytes: config.window_bytes,
@@ -119,8 +124,27 @@ impl Driver {
         }
     }
 
-    /// Fails what nobody will work on any more: its thread ends.
+    /// Ends what nobody will work on any more: its thread ends. Memory of work in flight stays
+    /// pinned by its regions until the device has let go of it.
     pub fn shut_down(&mut self) {
+        let mut keys = std::mem::take(&mut self.keys);
+        self.flights.keys_into(&mut keys);
+        let flights = keys.iter().filter_map(|wr_id| self.flights.remove(*wr_id));
+        let mut open: Vec<_> = flights
+            .filter(|flight| !flight.is_probe())
+            .map(|flight| (flight.transfer, flight.slice))
+            .collect();
+        self.links.keys_into(&mut keys);
+        for key in &keys {
+            if let Some(mut link) = self.links.remove(*key) {
+                link.abandon_doubtful();
+                open.append(&mut link.abandoned);
+            }
+        }
+        for (transfer, slice) in open {
+            transfer.fail(TransferError::Closed);
+            transfer.give_back(slice);
+        }
         while let Some(work) = self.inbox.work.pop() {
             work.dequeue().fail(TransferError::Closed);
         }
@@ -268,12 +292,20 @@ impl Driver {
                 rail.proved();
             }
             self.pace.completed_bytes += bytes;
-            flight.transfer.complete(flight.slice);
+            let key = flight.link;
+            if self.doubts_reads {
+                self.believe_or_doubt(flight, now);
+            } else {
+                flight.transfer.complete(flight.slice);
+            }
+            self.settle_if_drained(key);
         } else {
             rail.abandoned(bytes);
             // A length error is not held against the request: lost packets on soft-RoCE cause it
             // as well (its retransmissions are not exact), and so do ends that disagree on the MTU.
-            if let Verdict::Request(RequestFault::RemoteKey | RequestFault::LocalKey) = verdict {
+            if let Verdict::Request(RequestFault::RemoteKey | RequestFault::LocalKey) = verdict
+                && !flight.is_probe()
+            {
                 let error = request_error(&flight, rail, completion);
                 flight.transfer.fail(error);
             }
@@ -284,13 +316,11 @@ impl Driver {
                 link: key,
                 ..
             } = flight;
-            link.abandoned.push((transfer, slice));
+            if slice.length > 0 {
+                link.abandoned.push((transfer, slice));
+            }
             self.break_link(key, &cause, now);
             self.settle_if_drained(key);
-            return;
-        }
-        if link.in_error && link.in_flight == 0 {
-            self.settle_if_drained(flight.link);
         }
     }
 
@@ -334,6 +364,7 @@ impl Driver {
         while self.batch.len() < BATCH_MAX {
             let full = link.queues[queue].in_flight >= link.queues[queue].depth
                 || link.in_flight_bytes >= self.window_bytes
+                || self.in_flight_bytes >= self.pace.window_bytes()
                 || self.flights.room() == 0;
             let Some(work) = lane.pending.front().filter(|_| !full) else {
                 break;
@@ -407,6 +438,14 @@ impl Driver {
                 self.lanes[flight.lane].rail.abandoned(bytes);
             }
             flight.transfer.unclaim(flight.slice);
+            // It may have been taken off its lane as fully claimed: nobody else would find it.
+            let told = matches!(
+                self.unsent.back(),
+                Some(Report::Stranded(last)) if Arc::ptr_eq(last, &flight.transfer)
+            );
+            if !told && flight.transfer.has_work() {
+                self.unsent.push_back(Report::Stranded(flight.transfer));
+            }
         }
     }
 

@@ -32,12 +32,30 @@ pub(super) struct Flight {
     pub(super) queue: usize,
 }
 
+impl Flight {
+    /// A flight of no bytes beside this one, whose success proves it.
+    pub(super) fn into_probe(self) -> Self {
+        let slice = Slice {
+            length: 0,
+            ..self.slice
+        };
+        Self { slice, ..self }
+    }
+
+    /// True for a flight that moves no bytes of its transfer.
+    pub(super) fn is_probe(&self) -> bool {
+        self.slice.length == 0
+    }
+}
+
 /// A queue pair's send queue.
 pub(super) struct SendQueue {
     pub(super) in_flight: u32,
     pub(super) depth: u32,
     /// When work last completed on it, or was posted after it had been empty.
     pub(super) progress_at: Time,
+    /// The newest READ that succeeded, on devices where that needs proof.
+    pub(super) doubtful: Option<(Arc<Transfer>, Slice)>,
 }
 
 /// An endpoint on which work is posted, or was until it broke.
@@ -68,6 +86,7 @@ impl Link {
             in_flight: 0,
             depth: pair.capacity().send_wr_max,
             progress_at: now,
+            doubtful: None,
         });
         Self {
             endpoint,
@@ -107,6 +126,15 @@ impl Link {
         state.progress_at = now;
         self.in_flight -= 1;
         self.in_flight_bytes -= bytes;
+    }
+
+    /// Gives up what needs proof: it is abandoned like what came back with an error.
+    pub(super) fn abandon_doubtful(&mut self) {
+        let doubtful = self
+            .queues
+            .iter_mut()
+            .filter_map(|queue| queue.doubtful.take());
+        self.abandoned.extend(doubtful);
     }
 
     /// The oldest time since which a queue with work has made no progress.

@@ -11,6 +11,15 @@ const CHECK_EVERY: Duration = Duration::from_millis(10);
 /// A thread that was not scheduled for longer than this shifts all its deadlines by the gap.
 const GAP: Duration = Duration::from_millis(200);
 
+/// In-flight bytes that a NIC is always granted: less could not keep a card busy until its rate is
+/// measured.
+const WINDOW_BYTES_MIN: u64 = 512 << 10;
+
+/// How much longer than that, at the measured rate, in-flight bytes may take. What waits longer in
+/// a device's queues helps nobody: it runs into the acknowledgement time-out of the queue pairs
+/// (67 ms), and has to be posted again when its rail fails.
+const WINDOW_TIME: Duration = Duration::from_millis(20);
+
 /// Rate that is assumed before any is measured, in bytes a second.
 const RATE_ASSUMED: f64 = 4e6;
 
@@ -52,6 +61,12 @@ impl Pace {
         progress_timeout + grant.min(GRANT_MAX)
     }
 
+    /// Bytes that a NIC may have in flight over all its links.
+    pub(super) fn window_bytes(&self) -> u64 {
+        let rate = self.rate.unwrap_or(0.0);
+        WINDOW_BYTES_MIN.max((rate * WINDOW_TIME.as_secs_f64()) as u64)
+    }
+
     fn measure(&mut self, now: Time, busy: bool) {
         let took = now.saturating_since(self.last_check).as_secs_f64();
         if self.was_busy && busy && took > 0.0 && self.completed_bytes > 0 {
@@ -68,32 +83,31 @@ impl Driver {
     pub(super) fn check(&mut self, now: Time) {
         let gap = now.saturating_since(self.pace.last_step);
         self.pace.last_step = now;
-        if gap > GAP {
+        let was_away = gap > GAP;
+        if was_away {
             self.shift(gap);
-            return;
         }
-        // With completions left in the queue, silence proves nothing.
-        if now < self.pace.next_check || !self.pace.queue_empty {
+        if now < self.pace.next_check {
             return;
         }
         self.pace.next_check = now + CHECK_EVERY;
-        self.pace.measure(now, !self.flights.is_empty());
-        self.check_progress(now);
+        // With completions left in the queue, silence proves nothing.
+        if self.pace.queue_empty && !was_away {
+            self.pace.measure(now, !self.flights.is_empty());
+            self.check_progress(now);
+        }
         self.check_time_limits(now);
     }
 
     /// Our own thread did not run: the peer is not to blame for the time.
     fn shift(&mut self, gap: Duration) {
-        let mut keys = std::mem::take(&mut self.keys);
-        self.links.keys_into(&mut keys);
-        for key in &keys {
+        for key in self.link_keys.values() {
             if let Some(link) = self.links.get_mut(*key) {
                 for queue in &mut link.queues {
                     queue.progress_at += gap;
                 }
             }
         }
-        self.keys = keys;
     }
 
     fn check_progress(&mut self, now: Time) {
@@ -102,10 +116,15 @@ impl Driver {
             .allowance(self.progress_timeout, self.in_flight_bytes);
         let mut keys = std::mem::take(&mut self.keys);
         keys.clear();
-        keys.extend(self.links.iter().filter_map(|(key, link)| {
-            let since = link.stalled_since()?;
-            (now > since + allowance).then_some(key)
-        }));
+        for key in self.link_keys.values() {
+            let since = self
+                .links
+                .get_mut(*key)
+                .and_then(|link| link.stalled_since());
+            if since.is_some_and(|since| now > since + allowance) {
+                keys.push(*key);
+            }
+        }
         for key in &keys {
             let cause = format!("nothing completed for {} ms", allowance.as_millis());
             self.break_link(*key, &cause, now);
@@ -149,6 +168,7 @@ mod tests {
         pace.measure(Time::from_millis(1), true);
         pace.completed_bytes = 1_000_000;
         pace.measure(Time::from_millis(1_001), true);
+        assert_eq!(pace.window_bytes(), WINDOW_BYTES_MIN);
         assert_eq!(
             pace.allowance(base, 1_000_000),
             base + Duration::from_secs(4)

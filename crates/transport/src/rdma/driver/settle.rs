@@ -109,7 +109,9 @@ impl Driver {
             if let Some(link) = self.links.get_mut(key) {
                 link.came_back(flight.queue, bytes, now);
                 self.lanes[flight.lane].rail.abandoned(bytes);
-                link.abandoned.push((flight.transfer, flight.slice));
+                if !flight.is_probe() {
+                    link.abandoned.push((flight.transfer, flight.slice));
+                }
             }
         }
         self.keys = keys;
@@ -128,10 +130,11 @@ impl Driver {
         if !drained {
             return;
         }
-        let Some(link) = self.links.remove(key) else {
+        let Some(mut link) = self.links.remove(key) else {
             return;
         };
         self.link_keys.remove(&link.endpoint);
+        link.abandon_doubtful();
         let mut held: Vec<Arc<Transfer>> = Vec::new();
         let mut stranded: Option<Arc<Transfer>> = None;
         for (transfer, slice) in link.abandoned {
