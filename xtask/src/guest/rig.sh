@@ -10,6 +10,10 @@
 # it back (table 101 for a0, 102 for a1, 103 for b0, 104 for b1).
 # MTU 4200 holds an RDMA path MTU of 4096 and its headers.
 
+# RoCE expects a fabric that does not drop. The kernel's queue between two veths drops at 1 000
+# packets, which a few megabytes in flight exceed; scenarios that want loss make it with netem.
+echo 100000 > /proc/sys/net/core/netdev_max_backlog
+
 conf=/proc/sys/net/ipv4/conf
 echo 1 > $conf/all/accept_local
 echo 0 > $conf/all/rp_filter

@@ -59,10 +59,24 @@ const PACKAGES: &[(&str, &[&str])] = &[
 
 /// `cargo xtask setup`: says what it finds, installs what is missing.
 pub(crate) fn run() -> Result<()> {
+    check_components()?;
     install_missing()?;
     println!("setup: everything is there");
     if let Some(dir) = libclang_dir() {
         println!("setup: libclang for the verbs bindings: {}", dir.display());
+    }
+    Ok(())
+}
+
+/// Checks that the toolchain has what ci calls: rustup's minimal profile lacks both.
+fn check_components() -> Result<()> {
+    for component in ["fmt", "clippy"] {
+        if process::output(process::cargo().args([component, "--version"])).is_err() {
+            bail!(
+                "this Rust toolchain has no `cargo {component}`, which ci needs; install it with \
+                 `rustup component add clippy rustfmt`"
+            );
+        }
     }
     Ok(())
 }
