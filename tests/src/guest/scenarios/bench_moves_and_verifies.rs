@@ -17,7 +17,7 @@ pub(super) const SCENARIO: Scenario = Scenario {
 const MIB: u64 = 1024 * 1024;
 const ONE_RUN: Duration = Duration::from_secs(120);
 /// Block sizes: the usual ones, and one that is a multiple of no slice, page or word.
-const BLOCKS: [u64; 4] = [4 * 1024, 64 * 1024, MIB, 100_001];
+const BLOCKS: [u64; 5] = [4 * 1024, 64 * 1024, MIB, MIB + 4 * 1024, 100_001];
 
 fn body() -> Result<()> {
     let target = Target::start(&Side::rdma("target", &["rxe_a0"]), 64 * MIB)?;

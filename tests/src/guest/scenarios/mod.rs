@@ -19,4 +19,5 @@ scenarios! {
     rig_in_order,
     rig_faults_and_repair,
     bench_moves_and_verifies,
+    bench_two_rails,
 }
