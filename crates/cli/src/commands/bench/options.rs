@@ -116,11 +116,10 @@ fn devices() -> anyhow::Result<DeviceList> {
 
 #[cfg(not(feature = "ibv"))]
 fn devices() -> anyhow::Result<DeviceList> {
-    Err(Failure::new(
+    Err(anyhow::Error::new(Failure::new(
         "this build has no RDMA",
         "build it with the feature `ibv`",
-    ))
-    .map_err(anyhow::Error::new)
+    )))
 }
 
 /// A value that makes no sense together with another.
