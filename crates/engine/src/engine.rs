@@ -57,7 +57,10 @@ struct Inner {
     rdma: Option<Arc<RdmaTransport>>,
     tcp: Option<TcpSide>,
     server: Option<RpcServer>,
+    /// Never held while a device works: submitting takes it.
     registry: RwLock<Registry>,
+    /// Held by a registration for all its time, which may be minutes.
+    registering: Mutex<()>,
     /// Regions of the own record by their registration's address, in chunks.
     next_region: AtomicU64,
     next_peer: AtomicU64,

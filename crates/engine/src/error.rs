@@ -48,13 +48,15 @@ pub enum EngineError {
         /// What it overlaps, in words.
         other: String,
     },
-    /// Transfers still use the memory: wait for them, or cancel and then wait.
-    #[error("{uses} transfers still use the memory at {addr:#x}: wait until they are finished")]
+    /// Something still uses memory that is to be unregistered: own transfers, which can be waited
+    /// for, or cancelled and then waited for; or a device that has not deregistered it. The memory
+    /// stays mapped and its range taken meanwhile; unregistering it again goes on waiting.
+    #[error("the memory at {addr:#x} is still held by {owner}: unregister it again later")]
     StillOwnedByHardware {
         /// First address of the registration.
         addr: u64,
-        /// Transfers.
-        uses: usize,
+        /// How many transfers, or which device.
+        owner: String,
     },
     /// A batch has no room for so many requests.
     #[error("{requests} requests do not fit a batch of {capacity} that has {submitted}")]

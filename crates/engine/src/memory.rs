@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rerail_transport::machine::ids::RegionId;
 use rerail_transport::rdma::{Piece, RegisteredMemory};
@@ -46,7 +45,6 @@ pub(crate) struct Region {
     _rdma: Option<RegisteredMemory>,
     /// Its chunks in the own record.
     pub(crate) published: Vec<RegionId>,
-    uses: AtomicUsize,
 }
 
 impl Region {
@@ -63,23 +61,7 @@ impl Region {
             pieces,
             _rdma: rdma,
             published,
-            uses: AtomicUsize::new(0),
         }
-    }
-
-    fn end(&self) -> u64 {
-        self.memory.addr() + self.memory.length() as u64
-    }
-
-    fn describe(&self) -> String {
-        let addr = self.memory.addr();
-        format!("{} bytes at {addr:#x}", self.memory.length())
-    }
-
-    fn is_same(&self, memory: &HostMemory, options: &MemoryOptions) -> bool {
-        self.memory.addr() == memory.addr()
-            && self.memory.length() == memory.length()
-            && self.options == *options
     }
 }
 
@@ -88,19 +70,8 @@ impl Region {
 pub(crate) struct RegionUse(Arc<Region>);
 
 impl RegionUse {
-    fn new(region: &Arc<Region>) -> Self {
-        region.uses.fetch_add(1, Ordering::AcqRel);
-        Self(Arc::clone(region))
-    }
-
     pub(crate) fn region(&self) -> &Arc<Region> {
         &self.0
-    }
-}
-
-impl Drop for RegionUse {
-    fn drop(&mut self) {
-        self.0.uses.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -108,93 +79,163 @@ impl Drop for RegionUse {
 pub(crate) enum Admission {
     /// It is there already and has been counted.
     Counted,
-    /// It may be registered.
-    New,
+    /// It is reserved, to be registered and [entered](Registry::enter), or
+    /// [cancelled](Registry::cancel).
+    Reserved,
+}
+
+/// What is left to be done after a registration was removed.
+pub(crate) enum Removal {
+    /// Nothing: it is registered still, by another count.
+    Counted,
+    /// It was the last count. The range stays taken until it is [freed](Registry::free).
+    Last(Arc<Region>),
+    /// An earlier removal has not been seen through: devices may still hold the memory.
+    Leaving,
+}
+
+/// A range that is taken.
+#[derive(Debug)]
+struct Slot {
+    length: u64,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// NICs are pinning it.
+    Reserved,
+    /// Registered, so many times.
+    Entered(Arc<Region>, usize),
+    /// Devices are letting go of it.
+    Leaving,
+}
+
+impl Slot {
+    fn describe(&self, addr: u64) -> String {
+        let what = match self.state {
+            State::Reserved => ", which are being registered",
+            State::Entered(..) => "",
+            State::Leaving => ", which a device has not let go of",
+        };
+        format!("{} bytes at {addr:#x}{what}", self.length)
+    }
 }
 
 /// All registrations, by address.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
-    regions: BTreeMap<u64, (Arc<Region>, usize)>,
+    slots: BTreeMap<u64, Slot>,
 }
 
 impl Registry {
-    /// Whether `memory` may be registered; counts a registration that is there already.
+    /// Takes the range of `memory`, or counts the registration that is there already. Must not be
+    /// called while another registration is under way, which would be an overlap with it.
     pub(crate) fn admit(
         &mut self,
         memory: &HostMemory,
         options: &MemoryOptions,
     ) -> Result<Admission> {
         let (addr, length) = (memory.addr(), memory.length() as u64);
-        if let Some((region, count)) = self.regions.get_mut(&addr)
-            && region.is_same(memory, options)
+        if let Some(slot) = self.slots.get_mut(&addr)
+            && let State::Entered(region, count) = &mut slot.state
+            && slot.length == length
+            && region.options == *options
         {
             *count += 1;
             return Ok(Admission::Counted);
         }
-        let before = self
-            .regions
-            .range(..addr.saturating_add(length))
-            .next_back();
-        match before {
-            Some((_, (region, _))) if region.end() > addr => Err(EngineError::Overlap {
+        let before = self.slots.range(..addr.saturating_add(length)).next_back();
+        if let Some((other, slot)) = before
+            && other + slot.length > addr
+        {
+            return Err(EngineError::Overlap {
                 addr,
                 length,
-                other: region.describe(),
-            }),
-            _ => Ok(Admission::New),
+                other: slot.describe(*other),
+            });
+        }
+        let state = State::Reserved;
+        self.slots.insert(addr, Slot { length, state });
+        Ok(Admission::Reserved)
+    }
+
+    /// Enters what was [reserved](Admission::Reserved): transfers may use it from now on.
+    pub(crate) fn enter(&mut self, region: Arc<Region>) {
+        let (addr, length) = (region.memory.addr(), region.memory.length() as u64);
+        let state = State::Entered(region, 1);
+        self.slots.insert(addr, Slot { length, state });
+    }
+
+    /// Gives up a reservation.
+    pub(crate) fn cancel(&mut self, addr: u64) {
+        if let Some(State::Reserved) = self.slots.get(&addr).map(|slot| &slot.state) {
+            self.slots.remove(&addr);
         }
     }
 
-    /// Enters what [`admit`](Self::admit) found to be new.
-    pub(crate) fn insert(&mut self, region: Arc<Region>) {
-        self.regions.insert(region.memory.addr(), (region, 1));
-    }
-
-    /// Removes one count of the registration that begins at `addr`. Returns the region when that
-    /// was its last.
-    pub(crate) fn remove(&mut self, addr: u64) -> Result<Option<Arc<Region>>> {
-        let Some((region, count)) = self.regions.get_mut(&addr) else {
-            return Err(EngineError::NotRegistered {
+    /// Removes one count of the registration that begins at `addr`.
+    pub(crate) fn remove(&mut self, addr: u64) -> Result<Removal> {
+        let nearest = self.nearest(addr);
+        match self.slots.get_mut(&addr).map(|slot| &mut slot.state) {
+            None | Some(State::Reserved) => Err(EngineError::NotRegistered {
                 addr,
                 length: 0,
-                nearest: self.nearest(addr),
-            });
-        };
-        if *count > 1 {
-            *count -= 1;
-            return Ok(None);
+                nearest,
+            }),
+            Some(State::Leaving) => Ok(Removal::Leaving),
+            Some(State::Entered(_, count)) if *count > 1 => {
+                *count -= 1;
+                Ok(Removal::Counted)
+            }
+            Some(state) => {
+                let State::Entered(region, _) = &*state else {
+                    return Ok(Removal::Leaving);
+                };
+                // Nobody can add to it: that takes the lock that is held here.
+                let uses = Arc::strong_count(region) - 1;
+                if uses > 0 {
+                    let owner = format!("{uses} transfers");
+                    return Err(EngineError::StillOwnedByHardware { addr, owner });
+                }
+                match std::mem::replace(state, State::Leaving) {
+                    State::Entered(region, _) => Ok(Removal::Last(region)),
+                    State::Reserved | State::Leaving => Ok(Removal::Leaving),
+                }
+            }
         }
-        let uses = region.uses.load(Ordering::Acquire);
-        if uses > 0 {
-            return Err(EngineError::StillOwnedByHardware { addr, uses });
+    }
+
+    /// Frees the range of a registration that was removed and that no device holds any more.
+    pub(crate) fn free(&mut self, addr: u64) {
+        if let Some(State::Leaving) = self.slots.get(&addr).map(|slot| &slot.state) {
+            self.slots.remove(&addr);
         }
-        Ok(self.regions.remove(&addr).map(|(region, _)| region))
     }
 
     /// The one registration that holds `length` bytes from `addr`, for a transfer.
     pub(crate) fn find(&self, addr: u64, length: u64) -> Result<RegionUse> {
-        let before = self.regions.range(..=addr).next_back();
-        let inside = before.filter(|(_, (region, _))| {
-            addr.checked_add(length)
-                .is_some_and(|end| end <= region.end())
-        });
-        match inside {
-            Some((_, (region, _))) => Ok(RegionUse::new(region)),
-            None => Err(EngineError::NotRegistered {
-                addr,
-                length,
-                nearest: self.nearest(addr),
-            }),
+        let before = self.slots.range(..=addr).next_back();
+        if let Some((begin, slot)) = before
+            && let State::Entered(region, _) = &slot.state
+            && let Some(end) = addr.checked_add(length)
+            && end <= begin + slot.length
+        {
+            return Ok(RegionUse(Arc::clone(region)));
         }
+        Err(EngineError::NotRegistered {
+            addr,
+            length,
+            nearest: self.nearest(addr),
+        })
     }
 
     /// The registration next to an address, in words (report R09).
     fn nearest(&self, addr: u64) -> String {
-        let before = self.regions.range(..=addr).next_back();
-        let after = self.regions.range(addr..).next();
+        let before = self.slots.range(..=addr).next_back();
+        let after = self.slots.range(addr..).next();
         match before.or(after) {
-            Some((_, (region, _))) => format!("nearest are {}", region.describe()),
+            Some((begin, slot)) => format!("nearest are {}", slot.describe(*begin)),
             None => "nothing is registered".into(),
         }
     }
@@ -212,12 +253,19 @@ mod tests {
         let options = MemoryOptions::default();
         match registry.admit(memory, &options)? {
             Admission::Counted => Ok(false),
-            Admission::New => {
+            Admission::Reserved => {
                 let region = Region::new(memory.clone(), options, Vec::new(), None, Vec::new());
-                registry.insert(Arc::new(region));
+                registry.enter(Arc::new(region));
                 Ok(true)
             }
         }
+    }
+
+    /// True if it was the last count.
+    fn remove(registry: &mut Registry, addr: u64) -> Result<bool> {
+        let last = matches!(registry.remove(addr)?, Removal::Last(_));
+        registry.free(addr);
+        Ok(last)
     }
 
     #[test]
@@ -226,11 +274,11 @@ mod tests {
         let memory = memory(1);
         assert!(register(&mut registry, &memory).expect("new"));
         assert!(!register(&mut registry, &memory).expect("counted"));
-        assert!(registry.remove(memory.addr()).expect("known").is_none());
+        assert!(!remove(&mut registry, memory.addr()).expect("known"));
         assert!(registry.find(memory.addr(), 1).is_ok());
-        assert!(registry.remove(memory.addr()).expect("known").is_some());
+        assert!(remove(&mut registry, memory.addr()).expect("known"));
         assert!(registry.find(memory.addr(), 1).is_err());
-        assert!(registry.remove(memory.addr()).is_err());
+        assert!(remove(&mut registry, memory.addr()).is_err());
     }
 
     #[test]
@@ -267,13 +315,48 @@ mod tests {
         let memory = memory(1);
         register(&mut registry, &memory).expect("new");
         let in_use = registry.find(memory.addr(), 10).expect("registered");
-        let error = registry.remove(memory.addr()).expect_err("in use");
-        assert!(matches!(
-            error,
-            EngineError::StillOwnedByHardware { uses: 1, .. }
-        ));
+        let error = remove(&mut registry, memory.addr()).expect_err("in use");
+        assert!(
+            matches!(error, EngineError::StillOwnedByHardware { .. }),
+            "{error}"
+        );
         assert!(error.is_retryable());
         drop(in_use);
-        assert!(registry.remove(memory.addr()).expect("free").is_some());
+        assert!(remove(&mut registry, memory.addr()).expect("free"));
+    }
+
+    #[test]
+    fn a_range_stays_taken_until_devices_have_let_go_of_it() {
+        let mut registry = Registry::default();
+        let memory = memory(1);
+        register(&mut registry, &memory).expect("new");
+        assert!(matches!(
+            registry.remove(memory.addr()),
+            Ok(Removal::Last(_))
+        ));
+        assert!(registry.find(memory.addr(), 1).is_err());
+        let error = register(&mut registry, &memory).expect_err("a device holds it");
+        assert!(error.to_string().contains("not let go"), "{error}");
+        assert!(matches!(
+            registry.remove(memory.addr()),
+            Ok(Removal::Leaving)
+        ));
+        registry.free(memory.addr());
+        assert!(register(&mut registry, &memory).expect("free again"));
+    }
+
+    #[test]
+    fn a_reservation_can_be_neither_used_nor_unregistered() {
+        let mut registry = Registry::default();
+        let memory = memory(1);
+        let options = MemoryOptions::default();
+        assert!(matches!(
+            registry.admit(&memory, &options),
+            Ok(Admission::Reserved)
+        ));
+        assert!(registry.find(memory.addr(), 1).is_err());
+        assert!(registry.remove(memory.addr()).is_err());
+        registry.cancel(memory.addr());
+        assert!(register(&mut registry, &memory).expect("given up before"));
     }
 }

@@ -4,7 +4,9 @@
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use rerail_engine::{Engine, EngineConfig, EngineError, MemoryOptions, RailState, Request};
+use rerail_engine::{
+    Engine, EngineConfig, EngineError, MemoryOptions, RailState, Request, Result, Segment,
+};
 use rerail_verbs::HostMemory;
 use rerail_verbs::sim::{FabricOptions, NicId, NicOptions, NodeId, PortId, RealTimeFabric};
 
@@ -197,4 +199,79 @@ fn a_port_that_goes_down_costs_time_and_no_transfer() {
     assert!(errors > 0, "the rail is blamed");
     rig.fabric.port_up(rig.port(1, 0));
     move_for(Duration::from_millis(500));
+}
+
+/// A write of `length` bytes from the first byte of each to the other.
+fn write(own: &Engine, segment: &Segment, from: &HostMemory, to: &HostMemory) -> Result<()> {
+    let batch = own.allocate_batch(1);
+    let mut request = Request::write(segment, from.addr(), to.addr(), from.length() as u64);
+    request.timeout = Some(Duration::from_secs(5));
+    batch.submit(&[request])?;
+    batch.wait(LIMIT)
+}
+
+#[test]
+fn when_unregister_returns_the_nics_have_let_go_and_no_peer_can_write() {
+    let rig = rig(8, 1);
+    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (source, target) = (registered(&own, 4096), registered(&peer, 4096));
+    let segment = own.open_segment(peer.name()).expect("the peer is there");
+    write(&own, &segment, &source, &target).expect("registered");
+    source.copy_in(0, &[7; 4096]).expect("inside");
+    rig.fabric
+        .hang_control(rig.hosts[1].1[0], Duration::from_millis(500));
+    peer.unregister(target.addr()).expect("within its limit");
+    assert!(write(&own, &segment, &source, &target).is_err());
+    let mut bytes = [0; 4096];
+    target.copy_out(0, &mut bytes).expect("inside");
+    assert!(bytes == [0; 4096], "nothing arrived after it returned");
+}
+
+#[test]
+fn a_nic_that_hangs_holds_memory_is_named_and_unregister_can_be_called_again() {
+    let rig = rig(9, 2);
+    let engine = rig.engine(0);
+    let memory = registered(&engine, 4096);
+    rig.fabric
+        .hang_control(rig.hosts[0].1[1], Duration::from_secs(2));
+    let error = engine.unregister(memory.addr()).expect_err("it hangs");
+    assert!(
+        matches!(&error, EngineError::StillOwnedByHardware { owner, .. } if owner.contains("sim1")),
+        "{error}"
+    );
+    assert!(error.is_retryable());
+    let again = engine.register(&memory, MemoryOptions::default());
+    assert!(matches!(again, Err(EngineError::Overlap { .. })));
+    let begin = Instant::now();
+    while let Err(error) = engine.unregister(memory.addr()) {
+        assert!(error.is_retryable(), "{error}");
+        assert!(begin.elapsed() < LIMIT, "it never lets go");
+    }
+    engine
+        .register(&memory, MemoryOptions::default())
+        .expect("free again");
+}
+
+#[test]
+fn requests_are_submitted_while_nics_pin_other_memory() {
+    let rig = rig(10, 1);
+    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (source, target) = (registered(&own, 4096), registered(&peer, 4096));
+    let segment = own.open_segment(peer.name()).expect("the peer is there");
+    write(&own, &segment, &source, &target).expect("connected");
+    rig.fabric
+        .hang_control(rig.hosts[0].1[0], Duration::from_secs(3));
+    std::thread::scope(|scope| {
+        let registering = scope.spawn(|| registered(&own, 8192));
+        let mut written = 0;
+        // Long enough that the registration is under way, whoever runs first.
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_millis(500) {
+            write(&own, &segment, &source, &target).expect("written");
+            written += 1;
+        }
+        assert!(!registering.is_finished(), "it hangs, and writes go on");
+        assert!(written > 0);
+        registering.join().expect("registered in the end");
+    });
 }

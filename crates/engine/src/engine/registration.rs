@@ -1,8 +1,8 @@
 //! Registering memory with the transports, and in the own record.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
 use rerail_transport::TransportError;
 use rerail_transport::machine::ids::RegionId;
@@ -11,16 +11,20 @@ use rerail_transport::rdma::{Piece, RegisteredMemory};
 use rerail_verbs::{AccessFlags, HostMemory};
 
 use super::{Engine, Inner};
-use crate::memory::{Admission, MemoryOptions, Region};
+use crate::memory::{Admission, MemoryOptions, Region, Removal};
 use crate::{EngineError, Result};
 
 /// How long a registration waits until peers can read of it in the store. It is published later in
 /// any case.
 const STORED_LIMIT: Duration = Duration::from_secs(3);
 
+/// How long unregistering waits for each NIC to let go of the memory: firmware may hang.
+const DEREGISTER_LIMIT: Duration = Duration::from_secs(1);
+
 impl Engine {
     /// Registers all of `memory` with every NIC, or with none, and publishes it. Registering the
-    /// same again is counted. Blocks.
+    /// same again is counted. Blocks: pinning much memory takes minutes, and one registration waits
+    /// for another. Requests on other memory can be submitted meanwhile.
     ///
     /// # Errors
     ///
@@ -30,43 +34,65 @@ impl Engine {
     }
 
     /// Registers several memories, all or none, and publishes them together. Blocks. Errors as in
-    /// [`register`](Self::register).
+    /// [`register`](Self::register), also when they overlap each other.
     pub fn register_batch(&self, memories: &[HostMemory], options: MemoryOptions) -> Result<()> {
-        let mut registry = self.inner.registry_mut();
-        let mut counted: Vec<u64> = Vec::new();
+        let inner = &self.inner;
+        // It guards nothing that could be broken.
+        let one_at_a_time = inner.registering.lock();
+        let _one_at_a_time = one_at_a_time.unwrap_or_else(PoisonError::into_inner);
+        let (mut counted, mut reserved) = (Vec::new(), Vec::new());
+        let mut regions = Vec::new();
         let outcome = memories.iter().try_for_each(|memory| {
-            if let Admission::New = registry.admit(memory, &options)? {
-                let region = self.inner.register(memory, &options)?;
-                registry.insert(region);
+            // The lock is let go of while devices work.
+            let admission = inner.registry_mut().admit(memory, &options)?;
+            match admission {
+                Admission::Counted => counted.push(memory.addr()),
+                Admission::Reserved => {
+                    reserved.push(memory.addr());
+                    regions.push(inner.register(memory, &options)?);
+                }
             }
-            counted.push(memory.addr());
             Ok(())
         });
         if let Err(error) = outcome {
+            for region in regions {
+                inner.unpublish(&region);
+            }
+            for addr in reserved {
+                inner.registry_mut().cancel(addr);
+            }
             for addr in counted {
-                // It was entered just now and nobody else can have used it: the lock is held.
-                if let Ok(Some(region)) = registry.remove(addr) {
-                    self.inner.unpublish(&region);
-                }
+                // One count of several. Should the others be gone by now and transfers still use
+                // it, then it stays registered, which harms nobody.
+                let _ = self.unregister(addr);
             }
             return Err(error);
         }
+        let mut registry = inner.registry_mut();
+        regions
+            .into_iter()
+            .for_each(|region| registry.enter(region));
         drop(registry);
-        self.inner.wait_stored();
+        inner.wait_stored();
         Ok(())
     }
 
     /// Removes the registration whose first byte is at `addr`, or one count of it. When it
-    /// returns, no peer touches the memory any more. Blocks.
+    /// returns, no peer touches the memory any more. Blocks, for a second at most over RDMA.
     ///
     /// # Errors
     ///
-    /// It is not registered, or [`EngineError::StillOwnedByHardware`]: own transfers use it.
+    /// It is not registered; or [`EngineError::StillOwnedByHardware`]: own transfers use it, or a
+    /// device has not deregistered it in time. Call it again then.
     pub fn unregister(&self, addr: u64) -> Result<()> {
-        let removed = self.inner.registry_mut().remove(addr)?;
-        if let Some(region) = removed {
-            self.inner.unpublish(&region);
+        let removal = self.inner.registry_mut().remove(addr)?;
+        match removal {
+            Removal::Counted => return Ok(()),
+            Removal::Last(region) => self.inner.unpublish(&region),
+            Removal::Leaving => {}
         }
+        self.inner.wait_deregistered(addr)?;
+        self.inner.registry_mut().free(addr);
         Ok(())
     }
 }
@@ -160,6 +186,29 @@ impl Inner {
                 Ok(())
             });
         }
+    }
+
+    /// Waits until every NIC has deregistered what was dropped before: regions are destroyed by
+    /// each NIC's control thread, which runs an ordinary job only after them.
+    fn wait_deregistered(&self, addr: u64) -> Result<()> {
+        let nics = self.rdma.iter().flat_map(|rdma| rdma.nics());
+        // All at once, since devices work side by side.
+        let barriers: Vec<_> = nics
+            .map(|nic| (nic.name(), nic.context().control().submit(|| ())))
+            .collect();
+        let begin = Instant::now();
+        for (device, barrier) in barriers {
+            let left = DEREGISTER_LIMIT.saturating_sub(begin.elapsed());
+            match barrier.and_then(|barrier| barrier.wait_timeout(left)) {
+                Ok(()) => {}
+                Err(error) => {
+                    tracing::warn!(device, addr, %error, "memory is not deregistered yet");
+                    let owner = format!("device {device}, which has not deregistered it yet");
+                    return Err(EngineError::StillOwnedByHardware { addr, owner });
+                }
+            }
+        }
+        Ok(())
     }
 
     fn next_region(&self) -> RegionId {

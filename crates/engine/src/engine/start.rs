@@ -113,6 +113,7 @@ impl Engine {
                 tcp,
                 server: Some(server),
                 registry: RwLock::default(),
+                registering: Mutex::default(),
                 next_region: AtomicU64::new(1),
                 next_peer: AtomicU64::new(1),
                 peers: Mutex::default(),
