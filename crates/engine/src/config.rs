@@ -2,7 +2,6 @@
 
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
-use std::time::Duration;
 
 use rerail_metadata::{KeySpace, StoreUrl};
 use rerail_transport::TransportError;
@@ -10,6 +9,7 @@ use rerail_transport::rdma::RdmaConfig;
 use rerail_transport::rpc::ServerLimits;
 use rerail_transport::rpc::client::ClientLimits;
 use rerail_transport::settings::{Settings, environment};
+use rerail_transport::tcp;
 
 use crate::Result;
 
@@ -58,6 +58,12 @@ pub struct EngineConfig {
     pub rpc_server: ServerLimits,
     /// Bounds of questions to peers.
     pub rpc_client: ClientLimits,
+    /// Bounds of TCP connections to peers (`TCP_LANES_PER_PEER` and others).
+    pub tcp_client: tcp::ClientLimits,
+    /// Bounds of serving memory over TCP.
+    pub tcp_server: tcp::ServerLimits,
+    /// Highest version of the TCP data protocol to speak (`TCP_PROTO`).
+    pub tcp_version: tcp::Version,
     /// The RDMA transport.
     pub rdma: RdmaConfig,
 }
@@ -99,7 +105,6 @@ impl EngineConfig {
             }
             .into());
         }
-        let seconds = settings.number("HANDSHAKE_CONNECT_TIMEOUT", 1..=3_599)?;
         Ok(Self {
             metadata: StoreUrl::parse(metadata)?,
             keys: KeySpace::from_variables(lookup)?,
@@ -109,11 +114,11 @@ impl EngineConfig {
             advertise: settings.text("TCP_BIND_ADDRESS").map(|(_, host)| host),
             bind: bind(&settings)?,
             rpc_ports: first..=last,
-            rpc_server: ServerLimits::default(),
-            rpc_client: ClientLimits {
-                connect: Duration::from_secs(seconds.unwrap_or(5)),
-                ..ClientLimits::default()
-            },
+            rpc_server: ServerLimits::from_settings(&settings)?,
+            rpc_client: ClientLimits::from_settings(&settings)?,
+            tcp_client: tcp::ClientLimits::from_settings(&settings)?,
+            tcp_server: tcp::ServerLimits::from_settings(&settings)?,
+            tcp_version: tcp::Version::from_settings(&settings)?,
             rdma: RdmaConfig::from_settings(&settings)?,
         })
     }

@@ -17,7 +17,6 @@ use rerail_transport::rdma::{
     Clock, OnFinished, Peer, PeerNic, PeerSpec, RdmaTransport, Span, Transfer, TransferSpec,
 };
 use rerail_transport::rpc::{HostPort, Notify, RpcServer};
-use rerail_transport::tcp::Version;
 use rerail_verbs::{HostMemory, RdmaOpcode};
 use tokio::runtime::Runtime;
 
@@ -289,15 +288,16 @@ impl Inner {
             host,
             port: Some(descriptor.tcp_data_port),
         };
-        let version = match descriptor.tcp_proto_version {
-            0 | 1 => Version::V1,
-            _ => Version::V2,
-        };
+        let config = &self.config;
+        let version = config
+            .tcp_version
+            .towards(descriptor.tcp_proto_version.into());
         let runtime = tokio::runtime::Handle::current();
         Ok(TcpPeer::new(
             &descriptor.name,
             place,
             version,
+            config.tcp_client,
             self.clock,
             runtime,
         ))

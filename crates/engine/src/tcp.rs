@@ -11,7 +11,7 @@ use rerail_transport::TransferError;
 use rerail_transport::rdma::{Clock, Slicing, Transfer};
 use rerail_transport::rpc::HostPort;
 use rerail_transport::tcp::{
-    ClientLimits, Failure, Opcode, Regions, Request, ServerLimits, TcpClient, TcpServer, Version,
+    ClientLimits, Failure, Opcode, Regions, Request, TcpClient, TcpServer, Version,
 };
 use rerail_verbs::{HostMemory, RdmaOpcode};
 use tokio::runtime;
@@ -38,7 +38,7 @@ impl TcpSide {
         let server = TcpServer::start(
             config.bind,
             config.rpc_ports.clone(),
-            ServerLimits::default(),
+            config.tcp_server,
             regions.clone(),
             runtime,
         )
@@ -71,10 +71,10 @@ impl TcpPeer {
         name: &str,
         place: HostPort,
         version: Version,
+        limits: ClientLimits,
         clock: Clock,
         runtime: runtime::Handle,
     ) -> Self {
-        let limits = ClientLimits::default();
         Self {
             name: name.to_owned(),
             client: TcpClient::new(place, version, limits, runtime.clone()),

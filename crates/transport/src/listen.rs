@@ -34,7 +34,7 @@ pub(crate) fn listen_on_one_of(
     let mut last_error = None;
     for step in 0..count.min(PORT_TRIES_MAX) {
         let port = first + ((offset + step) % count) as u16;
-        match bind(address, port) {
+        match bind(address, port, count == 1 && port != 0) {
             Ok(listener) => {
                 listener.set_nonblocking(true)?;
                 return Ok(listener);
@@ -49,21 +49,36 @@ pub(crate) fn listen_on_one_of(
     ))
 }
 
-fn bind(address: Option<IpAddr>, port: u16) -> io::Result<TcpListener> {
+/// How many connections a server may hold of the `wanted`: a quarter of the descriptors that the
+/// process may open, so that strangers cannot use up what devices, stores and peers need.
+pub(crate) fn connections_max(wanted: usize) -> usize {
+    let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let quarter = descriptors.map_or(usize::MAX, |limit| (limit / 4) as usize);
+    wanted.min(quarter).max(1)
+}
+
+fn bind(address: Option<IpAddr>, port: u16, is_chosen: bool) -> io::Result<TcpListener> {
     if let Some(address) = address {
-        return listen(SocketAddr::new(address, port));
+        return listen(SocketAddr::new(address, port), is_chosen);
     }
     // A host may have no IPv6 at all.
-    listen(SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port)).or_else(|error| {
+    listen(
+        SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port),
+        is_chosen,
+    )
+    .or_else(|error| {
         if error.kind() == io::ErrorKind::AddrInUse {
             Err(error)
         } else {
-            listen(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), port))
+            listen(
+                SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), port),
+                is_chosen,
+            )
         }
     })
 }
 
-fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+fn listen(address: SocketAddr, is_chosen: bool) -> io::Result<TcpListener> {
     let socket = Socket::new(
         Domain::for_address(address),
         Type::STREAM,
@@ -72,7 +87,11 @@ fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     if address.is_ipv6() {
         socket.set_only_v6(false)?;
     }
-    // No SO_REUSEADDR: a port that somebody else has just used is left alone.
+    // A port that the operator chose must be usable at once after a restart, while connections of
+    // the process before still wait out their time. Any of a range is left alone then.
+    if is_chosen {
+        socket.set_reuse_address(true)?;
+    }
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
     Ok(socket.into())

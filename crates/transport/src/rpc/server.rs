@@ -21,7 +21,7 @@ use tokio::time::{sleep, timeout};
 use super::frame::{Decoder, Frame, LENGTH_MAX_DEFAULT, MessageType, length_max};
 use super::message::{ConnectionMessage, NO_REPLY, Notify, PROBE_REPLY};
 use crate::TransportError;
-use crate::listen::listen_on_one_of;
+use crate::listen::{connections_max, listen_on_one_of};
 use crate::settings::Settings;
 
 /// Bytes asked of the socket at once.
@@ -45,7 +45,8 @@ pub trait Handler: Send + Sync + 'static {
 /// Bounds of a server.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct ServerLimits {
-    /// Connections at once; more wait in the kernel's queue.
+    /// Connections at once, at most a quarter of the process's descriptors; more wait in the
+    /// kernel's queue.
     pub connections_max: usize,
     /// Longest request (`HANDSHAKE_MAX_LENGTH`).
     pub request_bytes_max: usize,
@@ -145,7 +146,7 @@ async fn accept(
     handler: Arc<dyn Handler>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let places = Arc::new(Semaphore::new(limits.connections_max));
+    let places = Arc::new(Semaphore::new(connections_max(limits.connections_max)));
     let mut connections = JoinSet::new();
     loop {
         while connections.try_join_next().is_some() {}

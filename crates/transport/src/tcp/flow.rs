@@ -9,10 +9,13 @@ use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use crate::TransportError;
+use crate::settings::Settings;
+
 /// How bytes flow.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Pace {
-    /// Bytes of one socket operation at most (`TCP_SLICE_SIZE`, 65 536).
+    /// Bytes of one socket operation at most, 1..=1 GiB (`TCP_SLICE_SIZE`, 65 536).
     pub chunk_bytes: usize,
     /// Longest wait for any progress (30 s).
     pub stall_max: Duration,
@@ -24,6 +27,22 @@ impl Default for Pace {
             chunk_bytes: 64 << 10,
             stall_max: Duration::from_secs(30),
         }
+    }
+}
+
+impl Pace {
+    /// The defaults, with what is set.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Setting`] for a value that does not parse or is out of range.
+    pub fn from_settings(settings: &Settings<'_>) -> Result<Self, TransportError> {
+        let default = Self::default();
+        let chunk_bytes = settings.number("TCP_SLICE_SIZE", 1..=1 << 30)?;
+        Ok(Self {
+            chunk_bytes: chunk_bytes.unwrap_or(default.chunk_bytes),
+            ..default
+        })
     }
 }
 

@@ -24,7 +24,10 @@ struct Region {
     length: u64,
     revoked: AtomicBool,
     users: AtomicUsize,
-    changed: Notify,
+    /// Wakes requests when the region is taken away.
+    revoking: Notify,
+    /// Wakes who takes it away when a request has ended.
+    left: Notify,
 }
 
 /// The region cannot be added: it overlaps one that is there, or is no part of its memory.
@@ -62,7 +65,8 @@ impl Regions {
             length: length as u64,
             revoked: AtomicBool::new(false),
             users: AtomicUsize::new(0),
-            changed: Notify::new(),
+            revoking: Notify::new(),
+            left: Notify::new(),
         };
         table.insert(addr, Arc::new(region));
         Ok(addr)
@@ -75,16 +79,16 @@ impl Regions {
             return false;
         };
         region.revoked.store(true, Ordering::SeqCst);
-        region.changed.notify_waiters();
+        region.revoking.notify_waiters();
         loop {
-            let changed = region.changed.notified();
-            tokio::pin!(changed);
+            let left = region.left.notified();
+            tokio::pin!(left);
             // Listening must begin before the count is read, or its last change could be missed.
-            changed.as_mut().enable();
+            left.as_mut().enable();
             if region.users.load(Ordering::SeqCst) == 0 {
                 return true;
             }
-            changed.await;
+            left.await;
         }
     }
 
@@ -141,13 +145,13 @@ impl RegionGuard {
     /// Returns when the region is being taken away; then the request must end at once.
     pub async fn revoked(&self) {
         loop {
-            let changed = self.region.changed.notified();
-            tokio::pin!(changed);
-            changed.as_mut().enable();
+            let revoking = self.region.revoking.notified();
+            tokio::pin!(revoking);
+            revoking.as_mut().enable();
             if self.region.revoked.load(Ordering::SeqCst) {
                 return;
             }
-            changed.await;
+            revoking.await;
         }
     }
 }
@@ -155,7 +159,10 @@ impl RegionGuard {
 impl Drop for RegionGuard {
     fn drop(&mut self) {
         self.region.users.fetch_sub(1, Ordering::SeqCst);
-        self.region.changed.notify_waiters();
+        // In this order: who takes the region away says so before it counts.
+        if self.region.revoked.load(Ordering::SeqCst) {
+            self.region.left.notify_waiters();
+        }
     }
 }
 

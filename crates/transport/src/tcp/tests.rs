@@ -14,13 +14,13 @@ use super::header::{HEADER_BYTES, Header, Status};
 use super::*;
 use crate::rpc::HostPort;
 
-struct Target {
-    server: TcpServer,
-    regions: Regions,
-    memory: HostMemory,
+pub(super) struct Target {
+    pub(super) server: TcpServer,
+    pub(super) regions: Regions,
+    pub(super) memory: HostMemory,
 }
 
-fn target(length: usize) -> Target {
+pub(super) fn target(length: usize) -> Target {
     let regions = Regions::default();
     let memory = HostMemory::allocate(length).expect("memory");
     regions.add(&memory, 0, length).expect("added");
@@ -32,17 +32,17 @@ fn target(length: usize) -> Target {
     }
 }
 
-fn serve(regions: &Regions, limits: ServerLimits) -> TcpServer {
+pub(super) fn serve(regions: &Regions, limits: ServerLimits) -> TcpServer {
     let loopback = Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
     TcpServer::start(loopback, 0..=0, limits, regions.clone(), &Handle::current())
         .expect("a port is free")
 }
 
-fn client(port: u16, version: Version) -> TcpClient {
+pub(super) fn client(port: u16, version: Version) -> TcpClient {
     limited_client(port, version, ClientLimits::default())
 }
 
-fn limited_client(port: u16, version: Version, limits: ClientLimits) -> TcpClient {
+pub(super) fn limited_client(port: u16, version: Version, limits: ClientLimits) -> TcpClient {
     let peer = HostPort {
         host: "127.0.0.1".into(),
         port: Some(port),
@@ -50,7 +50,12 @@ fn limited_client(port: u16, version: Version, limits: ClientLimits) -> TcpClien
     TcpClient::new(peer, version, limits, Handle::current())
 }
 
-fn request(opcode: Opcode, memory: &HostMemory, length: usize, remote_addr: u64) -> Request {
+pub(super) fn request(
+    opcode: Opcode,
+    memory: &HostMemory,
+    length: usize,
+    remote_addr: u64,
+) -> Request {
     let deadline = Instant::now() + Duration::from_secs(10);
     Request {
         opcode,
@@ -62,13 +67,13 @@ fn request(opcode: Opcode, memory: &HostMemory, length: usize, remote_addr: u64)
     }
 }
 
-fn bytes_of(memory: &HostMemory, length: usize) -> Vec<u8> {
+pub(super) fn bytes_of(memory: &HostMemory, length: usize) -> Vec<u8> {
     let mut bytes = vec![0; length];
     memory.copy_out(0, &mut bytes).expect("inside");
     bytes
 }
 
-fn pattern(length: usize) -> Vec<u8> {
+pub(super) fn pattern(length: usize) -> Vec<u8> {
     (0..length)
         .map(|index| (index * 31 + index / 251) as u8)
         .collect()
