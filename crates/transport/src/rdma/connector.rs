@@ -298,3 +298,6 @@ async fn order(inbox: &Inbox, order: Order) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -152,6 +152,10 @@ impl EndpointTask {
                     self.connector.want(&rail);
                     return;
                 }
+                // Both the router and the data thread ask for a rail that has its first work.
+                if self.rails.iter().any(|bound| Arc::ptr_eq(bound, &rail)) {
+                    return;
+                }
                 if self.machine.is_connected() {
                     self.attach(&rail).await;
                 }

@@ -1,0 +1,223 @@
+//! Two transports over simulated NICs, wired together without an engine.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use rerail_verbs::sim::{FabricOptions, NicId, NicOptions, NodeId, RealTimeFabric};
+use rerail_verbs::{AccessFlags, HostMemory, RdmaOpcode};
+
+use super::super::memory::RegisteredMemory;
+use super::super::rail::{Peer, PeerNic, PeerSpec};
+use super::super::signaling::{Boxed, SignalError};
+use super::super::slice::{Piece, Span};
+use super::super::transfer::{OnFinished, TransferSpec};
+use super::super::transport::RdmaTransport;
+use super::*;
+use crate::TransferError;
+use crate::machine::ids::PeerId;
+
+const LIMIT: Duration = Duration::from_secs(20);
+const KIB: u64 = 1024;
+
+/// Carries messages between connectors, and keeps what it has carried.
+#[derive(Default)]
+struct Wire {
+    servers: Mutex<HashMap<String, Connector>>,
+    carried: Mutex<Vec<Offer>>,
+    /// Refuses everything with these words.
+    refusal: Mutex<Option<String>>,
+}
+
+impl Signaling for Arc<Wire> {
+    fn exchange(&self, server: &str, offer: Offer) -> Boxed<Result<Offer, SignalError>> {
+        self.carried.lock().expect("whole").push(offer.clone());
+        let refusal = self.refusal.lock().expect("whole").clone();
+        let connector = self.servers.lock().expect("whole").get(server).cloned();
+        Box::pin(async move {
+            if let Some(refusal) = refusal {
+                return Err(SignalError::Refused(refusal));
+            }
+            let connector = connector.ok_or_else(|| SignalError::NoAnswer("no server".into()))?;
+            connector.accept(offer).await.map_err(SignalError::Refused)
+        })
+    }
+}
+
+struct Rig {
+    runtime: tokio::runtime::Runtime,
+    fabric: RealTimeFabric,
+    wire: Arc<Wire>,
+    hosts: Vec<(NodeId, NicId)>,
+}
+
+fn rig(seed: u64) -> Rig {
+    let fabric = RealTimeFabric::start(FabricOptions::card(seed)).expect("a thread");
+    let hosts = (0..2_u8).map(|host| {
+        let node = fabric.add_node(&format!("host{host}"));
+        let address = IpAddr::from([10, 0, host, 1]);
+        (
+            node,
+            fabric.add_nic(node, &NicOptions::ethernet("sim0", address)),
+        )
+    });
+    let hosts = hosts.collect();
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(1).enable_all().build();
+    Rig {
+        runtime: runtime.expect("a runtime"),
+        fabric,
+        wire: Arc::default(),
+        hosts,
+    }
+}
+
+impl Rig {
+    /// A transport whose server name is `host0` or `host1`. A later one takes the name over.
+    fn transport(&self, host: usize, instance: &str) -> RdmaTransport {
+        let process = self.fabric.add_process(self.hosts[host].0);
+        let identity = Identity {
+            server: format!("host{host}"),
+            instance: Some(instance.to_owned()),
+        };
+        let transport = RdmaTransport::open(
+            &self.fabric.devices_of(process),
+            &[],
+            RdmaConfig::default(),
+            Clock::start(),
+            identity,
+            Arc::new(Arc::clone(&self.wire)),
+            self.runtime.handle().clone(),
+        );
+        let transport = transport.expect("a transport");
+        let mut servers = self.wire.servers.lock().expect("whole");
+        servers.insert(format!("host{host}"), transport.connector().clone());
+        drop(servers);
+        transport
+    }
+
+    fn asks(&self) -> u64 {
+        let carried = self.wire.carried.lock().expect("whole");
+        let asks = carried
+            .iter()
+            .filter(|offer| offer.ready_ack == Some(false));
+        asks.count() as u64
+    }
+}
+
+fn peer_of(own: &RdmaTransport, id: u64, peer: &RdmaTransport) -> Arc<Peer> {
+    let identity = peer.identity();
+    let nics = peer.nics().iter().map(|nic| PeerNic {
+        index: nic.index().0,
+        path: identity.path(nic),
+        gid: nic.facts().gid.gid,
+        lid: nic.facts().lid,
+    });
+    own.peer(PeerSpec {
+        id: PeerId(id),
+        segment: identity.server.clone(),
+        server: identity.server.clone(),
+        instance: identity.instance.clone(),
+        nics: nics.collect(),
+    })
+}
+
+fn registered(transport: &RdmaTransport, length: u64) -> RegisteredMemory {
+    let memory = HostMemory::allocate(length as usize).expect("memory");
+    let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
+    transport.register(&memory, access).expect("registered")
+}
+
+#[derive(Default)]
+struct Finish(OnceLock<Option<TransferError>>);
+
+impl OnFinished for Finish {
+    fn finished(&self, transfer: &Transfer) {
+        let first = self.0.set(transfer.error().cloned());
+        assert!(first.is_ok(), "finished once");
+    }
+}
+
+impl Finish {
+    fn wait(&self) -> Result<(), TransferError> {
+        wait_until("the transfer is finished", || self.0.get().is_some());
+        match self.0.get() {
+            Some(Some(error)) => Err(error.clone()),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn wait_until(what: &str, holds: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !holds() {
+        assert!(begin.elapsed() < LIMIT, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+struct Move<'a> {
+    own: &'a RdmaTransport,
+    peer: &'a Arc<Peer>,
+    source: &'a RegisteredMemory,
+    target: &'a RegisteredMemory,
+    length: u64,
+    time: Duration,
+    /// Added to the remote key.
+    key_error: u32,
+}
+
+impl Move<'_> {
+    fn write(&self) -> (Arc<Transfer>, Arc<Finish>) {
+        let length = self.length;
+        let local = Span::new(self.source.memory().addr(), length, self.source.pieces());
+        let remote = self.target.keys().into_iter().map(|chunk| Piece {
+            addr: chunk.addr,
+            length: chunk.length,
+            keys: chunk
+                .rkeys
+                .iter()
+                .map(|key| key.wrapping_add(self.key_error))
+                .collect(),
+        });
+        let remote = Span::new(self.target.memory().addr(), length, remote);
+        let spec = TransferSpec {
+            peer: Arc::clone(self.peer),
+            opcode: RdmaOpcode::Write,
+            local: local.expect("registered"),
+            remote: remote.expect("registered"),
+            length,
+            slicing: self.own.config().slicing,
+            cut_off: self.own.clock().now() + self.time,
+        };
+        let finish = Arc::new(Finish::default());
+        (self.own.submit(spec, finish.clone()), finish)
+    }
+
+    fn run(&self) -> Result<(), TransferError> {
+        self.write().1.wait()
+    }
+}
+
+#[test]
+fn a_rail_is_blamed_once_for_a_connection_that_fails() {
+    let rig = rig(2);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    *rig.wire.refusal.lock().expect("whole") = Some("not today".into());
+    let write = Move {
+        own: &a,
+        peer: &peer,
+        source: &source,
+        target: &target,
+        length: 64 * KIB,
+        time: Duration::from_secs(1),
+        key_error: 0,
+    };
+    let error = write.run().expect_err("no connection");
+    assert!(error.to_string().contains("not today"), "{error}");
+    let (errors, asks) = (peer.rails()[0].stats(a.clock().now()).errors, rig.asks());
+    assert!(errors > 0 && errors <= asks, "{errors} of {asks}");
+}
