@@ -206,10 +206,10 @@ impl Driver {
             }
             Order::Detach(endpoint) => {
                 if let Some(key) = self.link_keys.get(&endpoint).copied() {
-                    self.detach(key, now);
+                    self.detach(key);
                 }
             }
-            Order::AwaitDrain(endpoint) => self.await_drain(endpoint, now),
+            Order::AwaitDrain(endpoint) => self.await_drain(endpoint),
             Order::GiveUp(endpoint) => self.give_up(endpoint, now),
             Order::Strand(rail) => {
                 let lane = self.lane(&rail);

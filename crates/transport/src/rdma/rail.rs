@@ -19,6 +19,10 @@ use crate::machine::ids::{LocalNic, PeerId, RailId};
 /// Shortest and longest back-off of a rail that failed (design §6).
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
 
+/// How long a data thread keeps a rail from work by itself. The control side answers its report
+/// within milliseconds; were the answer lost, the rail must not be.
+const SUSPENSION: Duration = Duration::from_secs(1);
+
 /// A NIC of a peer, as its record describes it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PeerNic {
@@ -267,7 +271,7 @@ impl Rail {
     /// Keeps new work away at once, until [`failed`](Self::failed) says for how long.
     pub(super) fn suspend(&self, now: Time) {
         self.state.store(RailState::Down as u8, Ordering::Release);
-        let until = now + BACKOFF.1;
+        let until = now + SUSPENSION;
         self.down_until.store(until.as_nanos(), Ordering::Release);
     }
 

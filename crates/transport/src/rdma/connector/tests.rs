@@ -201,6 +201,32 @@ impl Move<'_> {
 }
 
 #[test]
+fn a_connection_that_the_peer_closes_costs_its_rail_a_back_off_and_no_more() {
+    let rig = rig(1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move {
+        own: &a,
+        peer: &peer,
+        source: &source,
+        target: &target,
+        length: 64 * KIB,
+        time: Duration::from_secs(5),
+        key_error: 0,
+    };
+    write.run().expect("moved");
+    b.connector().close_all(None, "a test");
+    wait_until("fenced", || a.connector().endpoints() == 0);
+    let now = a.clock().now();
+    let due = peer.rails()[0].down_until();
+    assert!(due <= now + Duration::from_millis(250), "{due:?} {now:?}");
+    let begin = Instant::now();
+    write.run().expect("moved again");
+    assert!(begin.elapsed() < Duration::from_secs(1));
+}
+
+#[test]
 fn a_rail_is_blamed_once_for_a_connection_that_fails() {
     let rig = rig(2);
     let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));

@@ -25,7 +25,12 @@ impl Driver {
             return;
         }
         let endpoint = link.endpoint;
-        self.detach(key, now);
+        // Before the work is stranded, so that none of it comes back here. Not when the control side
+        // detaches a link: it has said by then how its rails stand, and says nothing more.
+        for lane in self.lanes.iter().filter(|lane| lane.link == Some(key)) {
+            lane.rail.suspend(now);
+        }
+        self.detach(key);
         self.unsent.push_back(Report::Broken {
             endpoint,
             cause: cause.to_owned(),
@@ -43,7 +48,7 @@ impl Driver {
     }
 
     /// Stops posting on a link and strands what waited for it.
-    pub(super) fn detach(&mut self, key: u64, now: Time) {
+    pub(super) fn detach(&mut self, key: u64) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
@@ -54,7 +59,6 @@ impl Driver {
             // A newer endpoint may have taken a rail over.
             if self.lanes[lane].link == Some(key) {
                 self.lanes[lane].link = None;
-                self.lanes[lane].rail.suspend(now);
                 self.strand(lane);
             }
         }
@@ -72,13 +76,13 @@ impl Driver {
         }
     }
 
-    pub(super) fn await_drain(&mut self, endpoint: EndpointKey, now: Time) {
+    pub(super) fn await_drain(&mut self, endpoint: EndpointKey) {
         let Some(key) = self.link_keys.get(&endpoint).copied() else {
             let held = Vec::new();
             self.unsent.push_back(Report::Drained { endpoint, held });
             return;
         };
-        self.detach(key, now);
+        self.detach(key);
         if let Some(link) = self.links.get_mut(key) {
             link.in_error = true;
         }
@@ -90,7 +94,7 @@ impl Driver {
         let Some(key) = self.link_keys.get(&endpoint).copied() else {
             return;
         };
-        self.detach(key, now);
+        self.detach(key);
         let mut keys = std::mem::take(&mut self.keys);
         self.flights.keys_into(&mut keys);
         for wr_id in &keys {
