@@ -287,7 +287,11 @@ impl Endpoint {
 
     fn requested(&mut self, now: Time, token: Token, offer: Offer) {
         if offer.qp_nums.is_empty() {
-            self.close_requested(now, token);
+            if self.is_late_close(&offer) {
+                self.act(Action::Refuse(token, CLOSED.into()));
+            } else {
+                self.close_requested(now, token);
+            }
             return;
         }
         if offer.ready_ack == Some(true) {
@@ -356,6 +360,14 @@ impl Endpoint {
                 self.act(Action::Refuse(token, reason.into()));
             }
         }
+    }
+
+    /// True for a request to close that belongs to an earlier endpoint of the peer: its packet
+    /// numbers are others. C++ peers do not say theirs.
+    fn is_late_close(&self, offer: &Offer) -> bool {
+        let early = self.early.as_ref().and_then(|(_, offer)| offer.psn);
+        let known = self.peer.as_ref().map(|peer| peer.psn).or(early);
+        offer.psn.is_some() && offer.psn != known
     }
 
     /// The reason to refuse a request that was meant for another instance of this segment.

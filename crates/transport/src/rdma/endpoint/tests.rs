@@ -382,6 +382,34 @@ fn a_peers_request_to_close_is_answered_only_once_our_end_is_in_error() {
 }
 
 #[test]
+fn a_late_close_of_an_earlier_connection_leaves_the_next_alone() {
+    let mut endpoint = offered();
+    let own = Offer {
+        psn: Some(500),
+        ..offer("b", "a", 5)
+    };
+    let close = |psn: Option<u32>| Offer {
+        qp_nums: Vec::new(),
+        psn,
+        ..offer("b", "a", 5)
+    };
+    let closed = |token| [Action::Refuse(token, CLOSED.into())];
+    let out = handle(&mut endpoint, Input::Requested(Token(1), close(Some(499))));
+    assert_eq!(out, closed(Token(1)), "not even while it is made");
+    handle(&mut endpoint, Input::Replied(Ok(own)));
+    handle(&mut endpoint, Input::Raised(Ok(())));
+    handle(&mut endpoint, Input::Acknowledged(Ok(())));
+    let out = handle(&mut endpoint, Input::Requested(Token(2), close(Some(499))));
+    assert_eq!(out, closed(Token(2)));
+    assert!(endpoint.is_connected());
+    let mut other = endpoint.clone();
+    for (endpoint, psn) in [(&mut endpoint, Some(500)), (&mut other, None)] {
+        handle(endpoint, Input::Requested(Token(3), close(psn)));
+        assert!(endpoint.is_closing(), "{psn:?}");
+    }
+}
+
+#[test]
 fn h03_an_answer_that_comes_while_the_queue_pairs_are_raised_is_not_lost() {
     let mut early = offered();
     handle(&mut early, Input::Requested(Token(1), offer("b", "a", 5)));
