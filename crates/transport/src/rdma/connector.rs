@@ -191,11 +191,8 @@ impl Connector {
     }
 
     /// A data thread's report that an endpoint broke.
-    pub(super) fn broken(&self, endpoint: EndpointKey, cause: String) {
-        self.send(
-            endpoint,
-            Mail::Input(Input::Close(CloseCause::Broken(cause))),
-        );
+    pub(super) fn broken(&self, endpoint: EndpointKey, cause: CloseCause) {
+        self.send(endpoint, Mail::Input(Input::Close(cause)));
     }
 
     /// A data thread's report that an endpoint is drained.

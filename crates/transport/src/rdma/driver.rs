@@ -13,6 +13,7 @@ use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 
 use super::config::RdmaConfig;
+use super::endpoint::CloseCause;
 use super::inbox::{EndpointKey, Inbox, Order, Report};
 use super::link::{Flight, Lane, Link};
 use super::nic::Nic;
@@ -201,6 +202,7 @@ impl Driver {
                     self.lanes[lane].asked = false;
                 } else {
                     let cause = "more endpoints than MC_MAX_EP_PER_CTX allows".into();
+                    let cause = CloseCause::Broken(cause);
                     self.unsent.push_back(Report::Broken { endpoint, cause });
                 }
             }
@@ -303,13 +305,14 @@ impl Driver {
             rail.abandoned(bytes);
             // A length error is not held against the request: lost packets on soft-RoCE cause it
             // as well (its retransmissions are not exact), and so do ends that disagree on the MTU.
+            let mut cause = CloseCause::Broken(format!("{} of {bytes} bytes", completion.status));
             if let Verdict::Request(RequestFault::RemoteKey | RequestFault::LocalKey) = verdict
                 && !flight.is_probe()
             {
                 let error = request_error(&flight, rail, completion);
+                cause = CloseCause::BadRequest(error.to_string());
                 flight.transfer.fail(error);
             }
-            let cause = format!("{} of {} bytes", completion.status, bytes);
             let Flight {
                 transfer,
                 slice,
@@ -319,7 +322,7 @@ impl Driver {
             if slice.length > 0 {
                 link.abandoned.push((transfer, slice));
             }
-            self.break_link(key, &cause, now);
+            self.break_link_for(key, cause, now);
             self.settle_if_drained(key);
         }
     }

@@ -10,6 +10,7 @@ use std::thread::Thread;
 use crossbeam::queue::ArrayQueue;
 use rerail_verbs::QueuePair;
 
+use super::endpoint::CloseCause;
 use super::rail::Rail;
 use super::transfer::Transfer;
 
@@ -88,8 +89,8 @@ pub enum Report {
     Broken {
         /// The endpoint.
         endpoint: EndpointKey,
-        /// Why, in words.
-        cause: String,
+        /// Why.
+        cause: CloseCause,
     },
     /// All that was posted on the endpoint has come back, or was given up.
     Drained {

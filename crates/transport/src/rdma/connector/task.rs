@@ -404,7 +404,9 @@ impl EndpointTask {
         let now = self.connector.shared.clock.now();
         for rail in &self.rails {
             match cause {
-                CloseCause::PeerRebuilt | CloseCause::Withdrawn(_) => rail.closed(),
+                CloseCause::PeerRebuilt | CloseCause::Withdrawn(_) | CloseCause::BadRequest(_) => {
+                    rail.closed();
+                }
                 cause => rail.failed(now, cause.to_string()),
             }
             if !self.attached {

@@ -247,3 +247,35 @@ fn a_rail_is_blamed_once_for_a_connection_that_fails() {
     let (errors, asks) = (peer.rails()[0].stats(a.clock().now()).errors, rig.asks());
     assert!(errors > 0 && errors <= asks, "{errors} of {asks}");
 }
+
+#[test]
+fn a_request_with_a_bad_key_fails_alone_and_its_rail_is_not_blamed() {
+    let rig = rig(3);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let good = Move {
+        own: &a,
+        peer: &peer,
+        source: &source,
+        target: &target,
+        length: 64 * KIB,
+        time: Duration::from_secs(5),
+        key_error: 0,
+    };
+    let bad = Move {
+        key_error: 0x1234_5600,
+        ..good
+    };
+    good.run().expect("moved");
+    for _ in 0..4 {
+        let error = bad.run().expect_err("no such key");
+        assert!(
+            matches!(error, TransferError::RemoteAccess { .. }),
+            "{error}"
+        );
+        good.run().expect("the others go on");
+    }
+    let stats = peer.rails()[0].stats(a.clock().now());
+    assert_eq!(stats.errors, 0, "{:?}", peer.rails()[0].last_trouble());
+}

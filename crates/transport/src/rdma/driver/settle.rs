@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use rerail_verbs::RdmaOpcode;
 
+use super::super::endpoint::CloseCause;
 use super::super::inbox::{EndpointKey, Report};
 use super::super::transfer::Transfer;
 use super::Driver;
@@ -18,6 +19,11 @@ use crate::machine::Time;
 impl Driver {
     /// Stops posting on a link, for a reason that the control side does not know yet.
     pub(super) fn break_link(&mut self, key: u64, cause: &str, now: Time) {
+        self.break_link_for(key, CloseCause::Broken(cause.to_owned()), now);
+    }
+
+    /// The same for a cause of any kind.
+    pub(super) fn break_link_for(&mut self, key: u64, cause: CloseCause, now: Time) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
@@ -31,10 +37,7 @@ impl Driver {
             lane.rail.suspend(now);
         }
         self.detach(key);
-        self.unsent.push_back(Report::Broken {
-            endpoint,
-            cause: cause.to_owned(),
-        });
+        self.unsent.push_back(Report::Broken { endpoint, cause });
     }
 
     /// Breaks every link: the completion queue is gone.

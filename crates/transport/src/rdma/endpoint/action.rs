@@ -86,6 +86,9 @@ pub enum CloseCause {
     Timeout(&'static str),
     /// Work on it failed, or made no progress.
     Broken(String),
+    /// A request was itself at fault, such as one with a key that is no longer valid. That breaks
+    /// the queue pair, and says nothing against the rail.
+    BadRequest(String),
     /// The peer asked for it.
     PeerClosed,
     /// The peer has made new queue pairs.
@@ -99,6 +102,7 @@ impl std::fmt::Display for CloseCause {
         match self {
             Self::Local(reason) => write!(f, "local error: {reason}"),
             Self::Refused(reason) => write!(f, "the peer refused: {reason}"),
+            Self::BadRequest(reason) => write!(f, "a request was at fault: {reason}"),
             Self::Mismatch(reason) | Self::Broken(reason) | Self::Withdrawn(reason) => {
                 f.write_str(reason)
             }
