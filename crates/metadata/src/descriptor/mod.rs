@@ -3,7 +3,7 @@
 //! The forms are Mooncake's, byte for byte; the member `rerail` and `tcp_data_host` are read by
 //! those who know them. Members that this crate does not know are kept through a
 //! read-modify-write, at every level. Not here: which keys the documents live under
-//! ([`crate::keys`]), and the compact form for subscriptions (feature `bincode`).
+//! ([`KeySpace`](crate::KeySpace)), and the compact form for subscriptions (feature `bincode`).
 
 mod buffer;
 #[cfg(feature = "bincode")]
