@@ -1,9 +1,8 @@
 //! Which endpoint a rail, a peer's request or a report of a data thread belongs to.
 //!
 //! There is at most one endpoint at a time between a local NIC and a peer's NIC; the next one is
-//! made as soon as the last begins to close. Each endpoint is a task (see `connector::task`) around an
-//! [`Endpoint`] machine. Everything here runs on the control runtime and
-//! is never waited for by a data thread.
+//! made as soon as the last begins to close. Each endpoint is a task around an [`Endpoint`]
+//! machine. Everything here runs on the control runtime and is never waited for by a data thread.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
