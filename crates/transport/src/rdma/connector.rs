@@ -12,7 +12,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use super::config::RdmaConfig;
 use super::data_thread::Clock;
-use super::endpoint::{CLOSED, CloseCause, Endpoint, Input, Offer, Parties};
+use super::endpoint::{CLOSED, CloseCause, Endpoint, Input, Offer, Parties, is_same};
 use super::inbox::{EndpointKey, Inbox, Order};
 use super::nic::Nic;
 use super::rail::Rail;
@@ -62,11 +62,25 @@ struct Shared {
 #[derive(Default)]
 struct Table {
     last_key: EndpointKey,
-    /// The endpoint in use between a local NIC and a peer's NIC path.
-    current: HashMap<(u32, String), (EndpointKey, Mailbox)>,
+    /// The endpoints in use between a local NIC and a peer's NIC path: mostly one, and one more per
+    /// instance of a peer that was restarted.
+    current: HashMap<(u32, String), Vec<Current>>,
     /// All endpoints, those that are closing included.
     by_key: HashMap<EndpointKey, Mailbox>,
     permits: HashMap<String, Arc<Semaphore>>,
+}
+
+struct Current {
+    key: EndpointKey,
+    peer_instance: Option<String>,
+    mailbox: Mailbox,
+}
+
+impl Table {
+    fn current(&self, place: &(u32, String), peer_instance: &Option<String>) -> Option<&Current> {
+        let mut here = self.current.get(place)?.iter();
+        here.find(|current| is_same(&current.peer_instance, peer_instance))
+    }
 }
 
 /// Not bounded by itself: holds at most an outcome per action of the machine, a report per order,
@@ -114,8 +128,9 @@ impl Connector {
         };
         let mut table = self.table();
         let place = (local, rail.peer_nic().path.clone());
-        if let Some((_, mailbox)) = table.current.get(&place)
-            && mailbox.send(Mail::Bind(Arc::clone(rail))).is_ok()
+        let instance = rail.instance().map(str::to_owned);
+        if let Some(current) = table.current(&place, &instance)
+            && current.mailbox.send(Mail::Bind(Arc::clone(rail))).is_ok()
         {
             return;
         }
@@ -123,7 +138,7 @@ impl Connector {
             local_path: self.shared.identity.path(nic),
             peer_path: rail.peer_nic().path.clone(),
             instance: self.shared.identity.instance.clone(),
-            peer_instance: rail.instance().map(str::to_owned),
+            peer_instance: instance,
             fallback: Some((rail.peer_nic().gid, rail.peer_nic().lid)),
         };
         let mailbox = self.spawn(&mut table, nic, parties);
@@ -154,9 +169,10 @@ impl Connector {
         };
         let mut table = self.table();
         let place = (nic.index().0, offer.local_path.clone());
+        let instance = offer.instance.clone();
         let mut mail = Mail::Request(offer, answer);
-        if let Some((_, mailbox)) = table.current.get(&place) {
-            match mailbox.send(mail) {
+        if let Some(current) = table.current(&place, &instance) {
+            match current.mailbox.send(mail) {
                 Ok(()) => return,
                 Err(mpsc::error::SendError(back)) => mail = back,
             }
@@ -177,6 +193,13 @@ impl Connector {
         }
         if table.by_key.len() >= self.shared.config.endpoints_max as usize {
             return refuse(&offer, answer, "too many endpoints".into());
+        }
+        // Whoever speaks for the path now is not the process of these any more.
+        for older in table.current.get(&place).into_iter().flatten() {
+            // One that is gone needs no closing.
+            let _ = older
+                .mailbox
+                .send(Mail::Input(Input::Close(CloseCause::PeerRebuilt)));
         }
         let parties = Parties {
             local_path: identity.path(nic),
@@ -205,11 +228,13 @@ impl Connector {
     /// Closes all endpoints of a local NIC, or of all NICs.
     pub fn close_all(&self, nic: Option<u32>, reason: &str) {
         let table = self.table();
-        for ((local, _), (_, mailbox)) in &table.current {
-            if nic.is_none_or(|nic| nic == *local) {
-                let cause = CloseCause::Withdrawn(reason.to_owned());
-                // One that is gone needs no closing.
-                let _ = mailbox.send(Mail::Input(Input::Close(cause)));
+        for ((local, _), here) in &table.current {
+            for current in here {
+                if nic.is_none_or(|nic| nic == *local) {
+                    let cause = CloseCause::Withdrawn(reason.to_owned());
+                    // One that is gone needs no closing.
+                    let _ = current.mailbox.send(Mail::Input(Input::Close(cause)));
+                }
             }
         }
     }
@@ -227,7 +252,12 @@ impl Connector {
         let key = table.last_key;
         let (mailbox, mail) = mpsc::unbounded_channel();
         let place = (nic.index().0, parties.peer_path.clone());
-        table.current.insert(place, (key, mailbox.clone()));
+        let current = Current {
+            key,
+            peer_instance: parties.peer_instance.clone(),
+            mailbox: mailbox.clone(),
+        };
+        table.current.entry(place).or_default().push(current);
         table.by_key.insert(key, mailbox.clone());
         let now = self.shared.clock.now();
         let machine = Endpoint::new(now, parties.clone(), self.shared.config.limits);
@@ -248,12 +278,11 @@ impl Connector {
     fn retire(&self, nic: &Nic, peer_path: &str, key: EndpointKey) {
         let mut table = self.table();
         let place = (nic.index().0, peer_path.to_owned());
-        if table
-            .current
-            .get(&place)
-            .is_some_and(|(current, _)| *current == key)
-        {
-            table.current.remove(&place);
+        if let Some(here) = table.current.get_mut(&place) {
+            here.retain(|current| current.key != key);
+            if here.is_empty() {
+                table.current.remove(&place);
+            }
         }
     }
 

@@ -149,6 +149,12 @@ impl Endpoint {
         }
     }
 
+    /// The peer's instance, as far as it is known.
+    pub fn peer_instance(&self) -> Option<&String> {
+        let told = self.peer.as_ref().and_then(|peer| peer.instance.as_ref());
+        told.or(self.parties.peer_instance.as_ref())
+    }
+
     fn act(&mut self, action: Action) {
         self.actions.push_back(action);
     }
@@ -247,7 +253,16 @@ impl Endpoint {
 
     fn replied(&mut self, now: Time, reply: Result<Offer, String>) {
         match (&self.state, reply) {
+            (State::Offered, Err(reason)) if reason.starts_with(closing::OTHER_INSTANCE) => {
+                self.close(now, CloseCause::PeerRestarted(reason));
+            }
             (State::Offered, Err(reason)) => self.close(now, CloseCause::Refused(reason)),
+            (State::Offered, Ok(offer))
+                if !is_same(&self.parties.peer_instance, &offer.instance) =>
+            {
+                let reason = "its answer comes from another instance";
+                self.close(now, CloseCause::PeerRestarted(reason.into()));
+            }
             (State::Offered, Ok(offer)) => match self.peer_ends(&offer) {
                 Ok(peer) => {
                     self.answered = true;
@@ -374,7 +389,7 @@ impl Endpoint {
     fn foreign_instance(&self, offer: &Offer) -> Option<String> {
         let meant = offer.peer_instance.as_ref()?;
         let own = self.parties.instance.as_ref()?;
-        (meant != own).then(|| format!("this is instance {own}, not {meant}"))
+        (meant != own).then(|| format!("{}{own}, not {meant}", closing::OTHER_INSTANCE))
     }
 
     fn peer_ends(&self, offer: &Offer) -> Result<PeerEnds, String> {
@@ -431,6 +446,14 @@ impl Endpoint {
             instance: self.parties.instance.clone(),
             peer_instance: self.parties.peer_instance.clone(),
         }
+    }
+}
+
+/// Whether two instances can be one: C++ peers and their records name none.
+pub(super) fn is_same(one: &Option<String>, other: &Option<String>) -> bool {
+    match (one, other) {
+        (Some(one), Some(other)) => one == other,
+        _ => true,
     }
 }
 

@@ -4,7 +4,7 @@
 //! between the threads that submit, post and connect, so that all of it is atomics.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -43,6 +43,7 @@ pub struct Peer {
     segment: String,
     server: String,
     instance: Option<String>,
+    restarted: Arc<AtomicBool>,
     nics: Vec<PeerNic>,
     rails: Vec<Arc<Rail>>,
 }
@@ -66,11 +67,12 @@ impl Peer {
     /// A peer with one rail from each of `locals` (names of the own NICs, in order) to each of its
     /// NICs.
     pub fn new(spec: PeerSpec, locals: &[String]) -> Arc<Self> {
+        let restarted = Arc::new(AtomicBool::new(false));
         let mut rails = Vec::with_capacity(locals.len() * spec.nics.len());
         for (local, name) in locals.iter().enumerate() {
             for nic in &spec.nics {
                 let id = RailId::new(LocalNic(local as u32), spec.id, nic.index);
-                rails.push(Arc::new(Rail::new(id, name, nic, &spec)));
+                rails.push(Arc::new(Rail::new(id, name, nic, &spec, &restarted)));
             }
         }
         Arc::new(Self {
@@ -78,6 +80,7 @@ impl Peer {
             segment: spec.segment,
             server: spec.server,
             instance: spec.instance,
+            restarted,
             nics: spec.nics,
             rails,
         })
@@ -109,6 +112,11 @@ impl Peer {
     /// Its instance, if it is a Rerail peer.
     pub fn instance(&self) -> Option<&str> {
         self.instance.as_deref()
+    }
+
+    /// True once another process has answered in its place: its addresses mean nothing any more.
+    pub fn is_restarted(&self) -> bool {
+        self.restarted.load(Ordering::Acquire)
     }
 
     /// All rails to it, by local NIC and then by peer NIC.
@@ -154,6 +162,8 @@ pub struct Rail {
     server: String,
     segment: String,
     instance: Option<String>,
+    /// Shared by all rails to the peer.
+    peer_restarted: Arc<AtomicBool>,
     state: AtomicU8,
     /// Nanoseconds of the time before which the rail is not to be used.
     down_until: AtomicU64,
@@ -173,7 +183,13 @@ struct Trouble {
 }
 
 impl Rail {
-    fn new(id: RailId, local_name: &str, nic: &PeerNic, peer: &PeerSpec) -> Self {
+    fn new(
+        id: RailId,
+        local_name: &str,
+        nic: &PeerNic,
+        peer: &PeerSpec,
+        peer_restarted: &Arc<AtomicBool>,
+    ) -> Self {
         // Jitter has to differ between rails, and to repeat under a seed.
         let seed = peer.id.0.rotate_left(32) ^ u64::from(nic.index) << 16 ^ u64::from(id.local.0);
         Self {
@@ -183,6 +199,7 @@ impl Rail {
             server: peer.server.clone(),
             segment: peer.segment.clone(),
             instance: peer.instance.clone(),
+            peer_restarted: Arc::clone(peer_restarted),
             state: AtomicU8::new(RailState::Idle as u8),
             down_until: AtomicU64::new(0),
             in_flight_bytes: AtomicU64::new(0),
@@ -285,6 +302,12 @@ impl Rail {
         self.errors.fetch_add(1, Ordering::Relaxed);
         self.state.store(RailState::Down as u8, Ordering::Release);
         self.down_until.store(until.as_nanos(), Ordering::Release);
+    }
+
+    /// Another process answered in its peer's place: nothing goes to the peer any more.
+    pub(super) fn peer_restarted(&self, now: Time, cause: String) {
+        self.peer_restarted.store(true, Ordering::Release);
+        self.failed(now, cause);
     }
 
     /// Marks that somebody connects it. False when it is being connected already, connected, or

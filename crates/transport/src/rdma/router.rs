@@ -72,6 +72,9 @@ impl Router {
             });
             return;
         }
+        if fail_if_restarted(&transfer) {
+            return;
+        }
         if !self.offer(&transfer, now) {
             self.parked.push(transfer);
             self.parked_new.notify_one();
@@ -170,7 +173,7 @@ impl Router {
             let Some(transfer) = self.parked.pop() else {
                 return;
             };
-            if transfer.check_cut_off(now) || !transfer.has_work() {
+            if transfer.check_cut_off(now) || !transfer.has_work() || fail_if_restarted(&transfer) {
                 continue;
             }
             if !self.offer(&transfer, now) {
@@ -178,6 +181,16 @@ impl Router {
             }
         }
     }
+}
+
+/// Ends a transfer to a process that is no more. True if it is such a one.
+fn fail_if_restarted(transfer: &Transfer) -> bool {
+    let peer = &transfer.spec().peer;
+    if peer.is_restarted() {
+        let peer = peer.segment().to_owned();
+        transfer.fail(TransferError::PeerRestarted { peer });
+    }
+    peer.is_restarted()
 }
 
 /// Local NICs that one transfer is spread over at most.

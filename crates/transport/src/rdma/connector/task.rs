@@ -12,7 +12,7 @@ use rerail_verbs::QueuePair;
 use tokio::sync::{mpsc, oneshot};
 
 use super::super::endpoint::{
-    Action, CLOSED, CloseCause, Endpoint, Input, LocalEnds, Offer, PeerEnds, Token,
+    Action, CLOSED, CloseCause, Endpoint, Input, LocalEnds, Offer, PeerEnds, Token, is_same,
 };
 use super::super::inbox::{EndpointKey, Inbox, Order, Pairs};
 use super::super::nic::Nic;
@@ -156,6 +156,10 @@ impl EndpointTask {
                 if self.rails.iter().any(|bound| Arc::ptr_eq(bound, &rail)) {
                     return;
                 }
+                if self.machine.is_connected() && !self.fits(&rail) {
+                    self.reject(&rail).await;
+                    return;
+                }
                 if self.machine.is_connected() {
                     self.attach(&rail).await;
                 }
@@ -195,8 +199,14 @@ impl EndpointTask {
             }
             Action::Attach => {
                 tracing::info!(nic = self.nic.name(), peer = %self.peer_path, "connected");
+                let rails = std::mem::take(&mut self.rails).into_iter();
+                let (fitting, others): (Vec<_>, Vec<_>) = rails.partition(|rail| self.fits(rail));
+                self.rails = fitting;
                 for rail in self.rails.clone() {
                     self.attach(&rail).await;
+                }
+                for rail in others {
+                    self.reject(&rail).await;
                 }
             }
             Action::Detach => {
@@ -389,6 +399,20 @@ impl EndpointTask {
         order(&self.inbox, attach).await;
     }
 
+    /// Whether the rail's work is meant for the process at the other end.
+    fn fits(&self, rail: &Rail) -> bool {
+        let meant = rail.instance().map(str::to_owned);
+        is_same(&self.machine.peer_instance().cloned(), &meant)
+    }
+
+    /// Turns a rail away whose addresses are another process's.
+    async fn reject(&self, rail: &Arc<Rail>) {
+        let now = self.connector.shared.clock.now();
+        let cause = "the peer was restarted: it answers as another instance";
+        rail.peer_restarted(now, cause.to_owned());
+        order(&self.inbox, Order::Strand(Arc::clone(rail))).await;
+    }
+
     async fn retire_if_closing(&mut self) {
         if let Some(cause) = self.machine.close_cause().cloned() {
             self.retire(&cause).await;
@@ -407,6 +431,7 @@ impl EndpointTask {
                 CloseCause::PeerRebuilt | CloseCause::Withdrawn(_) | CloseCause::BadRequest(_) => {
                     rail.closed();
                 }
+                CloseCause::PeerRestarted(_) => rail.peer_restarted(now, cause.to_string()),
                 cause => rail.failed(now, cause.to_string()),
             }
             if !self.attached {

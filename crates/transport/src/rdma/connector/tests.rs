@@ -279,3 +279,39 @@ fn a_request_with_a_bad_key_fails_alone_and_its_rail_is_not_blamed() {
     let stats = peer.rails()[0].stats(a.clock().now());
     assert_eq!(stats.errors, 0, "{:?}", peer.rails()[0].last_trouble());
 }
+
+#[test]
+fn work_for_an_instance_that_is_no_more_never_reaches_the_next_one() {
+    let rig = rig(4);
+    let (a, old) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let stale = peer_of(&a, 1, &old);
+    let source = registered(&a, 64 * KIB);
+    drop(old);
+    let b = rig.transport(1, "b2");
+    let target = registered(&b, 64 * KIB);
+    let to_stale = Move {
+        own: &a,
+        peer: &stale,
+        source: &source,
+        target: &target,
+        length: 64 * KIB,
+        time: Duration::from_secs(5),
+        key_error: 0,
+    };
+    let peer = peer_of(&a, 2, &b);
+    let to_b = Move {
+        peer: &peer,
+        ..to_stale
+    };
+    // Connected between the same NICs already, so that there is something to mistake.
+    to_b.run().expect("moved");
+    let error = to_stale.run().expect_err("that process is gone");
+    assert!(
+        matches!(error, TransferError::PeerRestarted { .. }),
+        "{error}"
+    );
+    let begin = Instant::now();
+    to_b.run().expect("the younger is not disturbed");
+    assert!(begin.elapsed() < Duration::from_secs(1));
+    assert_eq!(peer.rails()[0].stats(a.clock().now()).errors, 0);
+}

@@ -89,6 +89,8 @@ pub enum CloseCause {
     /// A request was itself at fault, such as one with a key that is no longer valid. That breaks
     /// the queue pair, and says nothing against the rail.
     BadRequest(String),
+    /// The peer is another process than the one that was meant.
+    PeerRestarted(String),
     /// The peer asked for it.
     PeerClosed,
     /// The peer has made new queue pairs.
@@ -106,6 +108,7 @@ impl std::fmt::Display for CloseCause {
             Self::Mismatch(reason) | Self::Broken(reason) | Self::Withdrawn(reason) => {
                 f.write_str(reason)
             }
+            Self::PeerRestarted(reason) => write!(f, "the peer was restarted: {reason}"),
             Self::Timeout(what) => f.write_str(what),
             Self::PeerClosed => f.write_str("the peer closed the connection"),
             Self::PeerRebuilt => f.write_str("the peer built its end anew"),

@@ -184,6 +184,9 @@ impl Endpoint {
     }
 }
 
+/// Begin of the refusal of a request that is meant for another instance. Both ends read it.
+pub(super) const OTHER_INSTANCE: &str = "this is instance ";
+
 /// Answer to a request to close. It has to be a refusal for a C++ peer, who takes any other answer
 /// for a connection.
 pub const CLOSED: &str = "closed";

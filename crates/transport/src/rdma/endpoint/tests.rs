@@ -310,6 +310,33 @@ fn a_request_meant_for_an_earlier_instance_is_refused() {
 }
 
 #[test]
+fn an_answer_of_another_instance_or_its_refusal_means_that_the_peer_was_restarted() {
+    let mut passive = endpoint("b", "a");
+    let meant = Offer {
+        peer_instance: Some("older".into()),
+        ..offer("a", "b", 1)
+    };
+    let out = handle(&mut passive, Input::Requested(Token(1), meant));
+    let [Action::Refuse(_, refusal)] = &out[..] else {
+        panic!("{out:?}");
+    };
+    let younger = Offer {
+        instance: Some("younger".into()),
+        ..offer("b", "a", 5)
+    };
+    for reply in [Err(refusal.clone()), Ok(younger)] {
+        let mut active = offered();
+        active.parties.peer_instance = Some("older".into());
+        handle(&mut active, Input::Replied(reply));
+        let cause = active.close_cause();
+        assert!(
+            matches!(cause, Some(CloseCause::PeerRestarted(_))),
+            "{cause:?}"
+        );
+    }
+}
+
+#[test]
 fn a_cut_endpoint_is_drained_before_it_is_destroyed_and_fenced_by_the_peers_word() {
     let mut endpoint = connected();
     let out = handle(
