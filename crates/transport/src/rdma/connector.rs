@@ -5,7 +5,7 @@
 //! machine. Everything here runs on the control runtime and is never waited for by a data thread.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::runtime;
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -25,6 +25,10 @@ use task::{EndpointTask, Mail};
 
 /// Handshakes with one server at once: C++ servers take them one after the other.
 const HANDSHAKES_PER_SERVER_MAX: usize = 2;
+
+/// Endpoints of a NIC that a peer has asked for and not acknowledged yet. Anybody can send such
+/// requests, and each has queue pairs for as long as ten seconds.
+const HALF_OPEN_PER_NIC_MAX: usize = 64;
 
 /// Who we are to peers.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -67,7 +71,10 @@ struct Table {
     current: HashMap<(u32, String), Vec<Current>>,
     /// All endpoints, those that are closing included.
     by_key: HashMap<EndpointKey, Mailbox>,
-    permits: HashMap<String, Arc<Semaphore>>,
+    /// Those that a peer has asked for and that are not connected, with their NIC.
+    half_open: HashMap<EndpointKey, u32>,
+    /// By server name; dead once no handshake uses them.
+    permits: HashMap<String, Weak<Semaphore>>,
 }
 
 struct Current {
@@ -162,6 +169,10 @@ impl Connector {
     /// Finds or makes the endpoint that a peer's request is for.
     fn deliver(&self, offer: Offer, answer: oneshot::Sender<Answer>) {
         let identity = &self.shared.identity;
+        if !is_nic_path(&offer.local_path) {
+            let reason = format!("{:?} is no NIC path: it is server@device", offer.local_path);
+            return refuse(&offer, answer, reason);
+        }
         let mut nics = self.shared.nics.iter();
         let Some(nic) = nics.find(|nic| identity.path(nic) == offer.peer_path) else {
             let reason = format!("there is no NIC {} here", offer.peer_path);
@@ -194,6 +205,14 @@ impl Connector {
         if table.by_key.len() >= self.shared.config.endpoints_max as usize {
             return refuse(&offer, answer, "too many endpoints".into());
         }
+        let of_nic = table.half_open.values().filter(|of| **of == nic.index().0);
+        if of_nic.count() >= HALF_OPEN_PER_NIC_MAX {
+            let reason = format!(
+                "{HALF_OPEN_PER_NIC_MAX} connections of {} wait for acknowledgement: try again",
+                nic.name()
+            );
+            return refuse(&offer, answer, reason);
+        }
         // Whoever speaks for the path now is not the process of these any more.
         for older in table.current.get(&place).into_iter().flatten() {
             // One that is gone needs no closing.
@@ -209,6 +228,8 @@ impl Connector {
             fallback: None,
         };
         let mailbox = self.spawn(&mut table, nic, parties);
+        let key = table.last_key;
+        table.half_open.insert(key, nic.index().0);
         let _ = mailbox.send(Mail::Request(offer, answer));
     }
 
@@ -274,6 +295,11 @@ impl Connector {
         mailbox
     }
 
+    /// The endpoint is connected.
+    fn opened(&self, key: EndpointKey) {
+        self.table().half_open.remove(&key);
+    }
+
     /// The endpoint begins to close: the next request or rail gets another one.
     fn retire(&self, nic: &Nic, peer_path: &str, key: EndpointKey) {
         let mut table = self.table();
@@ -288,14 +314,23 @@ impl Connector {
 
     /// The endpoint is fenced at both ends.
     fn forget(&self, key: EndpointKey) {
-        self.table().by_key.remove(&key);
+        let mut table = self.table();
+        table.by_key.remove(&key);
+        table.half_open.remove(&key);
     }
 
     /// The right to one of a server's handshakes.
     fn permits(&self, server: &str) -> Arc<Semaphore> {
         let mut table = self.table();
-        let permits = table.permits.entry(server.to_owned());
-        Arc::clone(permits.or_insert_with(|| Arc::new(Semaphore::new(HANDSHAKES_PER_SERVER_MAX))))
+        if let Some(permits) = table.permits.get(server).and_then(Weak::upgrade) {
+            return permits;
+        }
+        table.permits.retain(|_, idle| idle.strong_count() > 0);
+        let permits = Arc::new(Semaphore::new(HANDSHAKES_PER_SERVER_MAX));
+        table
+            .permits
+            .insert(server.to_owned(), Arc::downgrade(&permits));
+        permits
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -305,6 +340,12 @@ impl Connector {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether a path has the form `server@device`.
+fn is_nic_path(path: &str) -> bool {
+    path.split_once('@')
+        .is_some_and(|(server, device)| !server.is_empty() && !device.is_empty())
 }
 
 fn refuse(offer: &Offer, answer: oneshot::Sender<Answer>, reason: String) {

@@ -198,6 +198,7 @@ impl EndpointTask {
                 }
             }
             Action::Attach => {
+                self.connector.opened(self.key);
                 tracing::info!(nic = self.nic.name(), peer = %self.peer_path, "connected");
                 let rails = std::mem::take(&mut self.rails).into_iter();
                 let (fitting, others): (Vec<_>, Vec<_>) = rails.partition(|rail| self.fits(rail));

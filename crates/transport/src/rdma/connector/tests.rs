@@ -315,3 +315,55 @@ fn work_for_an_instance_that_is_no_more_never_reaches_the_next_one() {
     assert!(begin.elapsed() < Duration::from_secs(1));
     assert_eq!(peer.rails()[0].stats(a.clock().now()).errors, 0);
 }
+
+fn request(from: &str, to: &str, qp_num: u32) -> Offer {
+    Offer {
+        local_path: from.to_owned(),
+        peer_path: to.to_owned(),
+        gid: Some(rerail_verbs::Gid::from_ip(IpAddr::from([10, 0, 0, 1]))),
+        qp_nums: vec![qp_num, qp_num + 1],
+        ready_ack: Some(false),
+        ..Offer::default()
+    }
+}
+
+#[test]
+fn strangers_get_a_bounded_number_of_endpoints() {
+    let rig = rig(5);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let path = b.identity().path(&b.nics()[0]);
+    let accept = |offer: Offer| rig.runtime.block_on(b.connector().accept(offer));
+    for wrong in ["", "@", "host0", "@sim0", "host0@"] {
+        let reason = accept(request(wrong, &path, 1)).expect_err("no NIC path");
+        assert!(reason.contains("server@device"), "{reason}");
+    }
+    assert_eq!(b.connector().endpoints(), 0);
+    let answers = (0..70).map(|stranger| {
+        let from = format!("stranger{stranger}@sim0");
+        accept(request(&from, &path, 1000 + 2 * stranger))
+    });
+    let refused: Vec<String> = answers.filter_map(Result::err).collect();
+    assert_eq!(refused.len(), 70 - HALF_OPEN_PER_NIC_MAX, "{refused:?}");
+    assert!(refused[0].contains("acknowledgement"), "{refused:?}");
+
+    // One that acknowledges makes room.
+    let ack = Offer {
+        ready_ack: Some(true),
+        ..request("stranger0@sim0", &path, 1000)
+    };
+    accept(ack).expect("acknowledged");
+    accept(request("late@sim0", &path, 3000)).expect("there is room");
+    drop(a);
+}
+
+#[test]
+fn permits_for_servers_that_nobody_talks_to_are_forgotten() {
+    let rig = rig(6);
+    let a = rig.transport(0, "a1");
+    let held = a.connector().permits("held");
+    for server in 0..100 {
+        drop(a.connector().permits(&format!("server{server}")));
+    }
+    assert!(a.connector().table().permits.len() <= 2);
+    assert!(Arc::ptr_eq(&held, &a.connector().permits("held")));
+}
