@@ -2,10 +2,13 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use rerail_verbs::sim::{FabricOptions, NicId, NicOptions, NodeId, RealTimeFabric};
+use rerail_verbs::sim::{
+    FabricOptions, LinkOptions, NicId, NicOptions, NodeId, PortId, RealTimeFabric,
+};
 use rerail_verbs::{AccessFlags, HostMemory, RdmaOpcode};
 
 use super::super::memory::RegisteredMemory;
@@ -28,6 +31,8 @@ struct Wire {
     carried: Mutex<Vec<Offer>>,
     /// Refuses everything with these words.
     refusal: Mutex<Option<String>>,
+    /// Loses requests to close.
+    loses_closes: AtomicBool,
 }
 
 impl Signaling for Arc<Wire> {
@@ -35,7 +40,11 @@ impl Signaling for Arc<Wire> {
         self.carried.lock().expect("whole").push(offer.clone());
         let refusal = self.refusal.lock().expect("whole").clone();
         let connector = self.servers.lock().expect("whole").get(server).cloned();
+        let lost = offer.qp_nums.is_empty() && self.loses_closes.load(Ordering::SeqCst);
         Box::pin(async move {
+            if lost {
+                return Err(SignalError::NoAnswer("lost".into()));
+            }
             if let Some(refusal) = refusal {
                 return Err(SignalError::Refused(refusal));
             }
@@ -95,6 +104,10 @@ impl Rig {
         servers.insert(format!("host{host}"), transport.connector().clone());
         drop(servers);
         transport
+    }
+
+    fn port(&self, host: usize) -> PortId {
+        self.hosts[host].1.port(1)
     }
 
     fn asks(&self) -> u64 {
@@ -366,4 +379,47 @@ fn permits_for_servers_that_nobody_talks_to_are_forgotten() {
     }
     assert!(a.connector().table().permits.len() <= 2);
     assert!(Arc::ptr_eq(&held, &a.connector().permits("held")));
+}
+
+#[test]
+fn memory_may_be_reused_once_a_transfer_is_reported_finished() {
+    let rig = rig(8);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move {
+        own: &a,
+        peer: &peer,
+        source: &source,
+        target: &target,
+        length: 64 * KIB,
+        time: Duration::from_secs(5),
+        key_error: 0,
+    };
+    write.run().expect("moved");
+    let ones = vec![1; 64 * KIB as usize];
+    let twos = vec![2; 64 * KIB as usize];
+    source.memory().copy_in(0, &ones).expect("inside");
+    // The packets are long on their way, and nobody tells the peer to stop listening to them.
+    rig.wire.loses_closes.store(true, Ordering::SeqCst);
+    let latency = Duration::from_millis(600);
+    let slow = rig.fabric.degrade(
+        rig.port(0),
+        LinkOptions {
+            latency,
+            ..LinkOptions::default()
+        },
+    );
+    let cut_off = Move {
+        time: Duration::from_millis(100),
+        ..write
+    };
+    let error = cut_off.run().expect_err("it runs out of time");
+    assert!(matches!(error, TransferError::Deadline { .. }), "{error}");
+    target.memory().copy_in(0, &twos).expect("inside");
+    std::thread::sleep(latency + Duration::from_millis(100));
+    let mut found = vec![0; 64 * KIB as usize];
+    target.memory().copy_out(0, &mut found).expect("inside");
+    assert!(found == twos, "bytes of a finished transfer came late");
+    drop(slow);
 }
