@@ -55,8 +55,11 @@ pub enum TransferError {
         /// Name of the peer's segment.
         peer: String,
     },
-    /// It failed, and the far end has not confirmed that nothing of it can arrive any more.
-    #[error("given up without a fence towards {peer}: bytes may still arrive there; {cause}")]
+    /// It failed, and its queue pairs could not be stopped: it may still be carried out.
+    #[error(
+        "given up without a fence towards {peer}: memory at both ends may still be read and \
+         written, and must not be reused; {cause}"
+    )]
     Unfenced {
         /// Name of the peer's segment.
         peer: String,

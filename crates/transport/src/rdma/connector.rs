@@ -5,6 +5,7 @@
 //! machine. Everything here runs on the control runtime and is never waited for by a data thread.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::runtime;
@@ -60,6 +61,7 @@ struct Shared {
     inboxes: Vec<Arc<Inbox>>,
     signaling: Arc<dyn Signaling>,
     runtime: runtime::Handle,
+    unfenced: AtomicU64,
     table: Mutex<Table>,
 }
 
@@ -117,6 +119,7 @@ impl Connector {
                 inboxes,
                 signaling,
                 runtime,
+                unfenced: AtomicU64::new(0),
                 table: Mutex::default(),
             }),
         }
@@ -125,6 +128,15 @@ impl Connector {
     /// Endpoints that are open or not yet fenced.
     pub fn endpoints(&self) -> usize {
         self.table().by_key.len()
+    }
+
+    /// Endpoints whose queue pairs could not be stopped in time, since the start.
+    pub fn unfenced(&self) -> u64 {
+        self.shared.unfenced.load(Ordering::Relaxed)
+    }
+
+    fn count_unfenced(&self) {
+        self.shared.unfenced.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Connects a rail, or binds it to the endpoint that the peer has opened.

@@ -213,6 +213,7 @@ impl Driver {
             }
             Order::AwaitDrain(endpoint) => self.await_drain(endpoint),
             Order::GiveUp(endpoint) => self.give_up(endpoint, now),
+            Order::Unfence(endpoint, cause) => self.unfence(endpoint, &cause, now),
             Order::Strand(rail) => {
                 let lane = self.lane(&rail);
                 self.strand(lane);

@@ -40,6 +40,8 @@ pub struct Limits {
     pub ready_ack: Duration,
     /// From the transition to ERR until drained; later the queue pairs are destroyed undrained.
     pub drain: Duration,
+    /// From the order to destroy until it is taken for hung (design §6, `fence_max_ms`).
+    pub fence: Duration,
     /// How long a packet may live in the network after its queue pair is gone, for a peer that
     /// does not confirm its end.
     pub packet_lifetime: Duration,
@@ -51,6 +53,7 @@ impl Default for Limits {
             connect: Duration::from_secs(10),
             ready_ack: Duration::from_secs(10),
             drain: Duration::from_secs(1),
+            fence: Duration::from_secs(1),
             packet_lifetime: Duration::from_secs(2),
         }
     }

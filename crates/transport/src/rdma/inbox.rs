@@ -76,6 +76,9 @@ pub enum Order {
     AwaitDrain(EndpointKey),
     /// The endpoint's queue pairs are destroyed: nothing will come back any more.
     GiveUp(EndpointKey),
+    /// The endpoint's queue pairs could not be stopped in time: what is in flight on it ends as
+    /// unfenced, with this cause.
+    Unfence(EndpointKey, String),
     /// The rail could not be connected: give its work back.
     Strand(Arc<Rail>),
 }

@@ -60,6 +60,8 @@ pub struct Transfer {
     transferred: AtomicU64,
     retried_slices: AtomicU64,
     error: OnceLock<TransferError>,
+    /// Takes precedence over `error`: its memory must not be used again.
+    unfenced: OnceLock<TransferError>,
     on_finished: Arc<dyn OnFinished>,
 }
 
@@ -75,6 +77,7 @@ impl Transfer {
             transferred: AtomicU64::new(0),
             retried_slices: AtomicU64::new(0),
             error: OnceLock::new(),
+            unfenced: OnceLock::new(),
             on_finished,
         });
         if length == 0 {
@@ -100,7 +103,7 @@ impl Transfer {
 
     /// Why it failed, or is about to: set once, before it is finished.
     pub fn error(&self) -> Option<&TransferError> {
-        self.error.get()
+        self.unfenced.get().or(self.error.get())
     }
 
     /// True once every byte has ended and every fence is through.
@@ -208,6 +211,17 @@ impl Transfer {
         // Last, because it may finish the transfer.
         self.release();
         true
+    }
+
+    /// Fails the transfer because a queue pair with work of it cannot be stopped, even if it has
+    /// failed for another reason. Only for a caller that owns a slice of it, or a fence.
+    pub fn unfence(&self, cause: &str) {
+        let peer = self.spec.peer.segment().to_owned();
+        let cause = cause.to_owned();
+        let error = self
+            .unfenced
+            .get_or_init(|| TransferError::Unfenced { peer, cause });
+        self.fail(error.clone());
     }
 
     /// Adds a fence that must be through before the transfer is finished. Only for a caller that

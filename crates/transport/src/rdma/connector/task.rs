@@ -232,6 +232,16 @@ impl EndpointTask {
                     transfer.release();
                 }
             }
+            Action::Unfenced(cause) => {
+                tracing::error!(
+                    nic = self.nic.name(), peer = %self.peer_path, %cause,
+                    "queue pairs could not be stopped: their transfers' memory is not safe"
+                );
+                self.connector.count_unfenced();
+                if self.attached {
+                    order(&self.inbox, Order::Unfence(self.key, cause)).await;
+                }
+            }
             Action::Closed(cause) => {
                 tracing::debug!(nic = self.nic.name(), peer = %self.peer_path, %cause, "closed");
                 // It may never have had queue pairs.
@@ -338,7 +348,13 @@ impl EndpointTask {
                     Err(error) if error.is_retryable() => {
                         tokio::time::sleep(Duration::from_millis(1)).await;
                     }
-                    _ => return,
+                    // Without a control thread nothing is known of them: the machine's own time
+                    // limit gives the verdict.
+                    Err(error) => {
+                        tracing::error!(%error, "it is not known when queue pairs are destroyed");
+                        return;
+                    }
+                    Ok(()) => return,
                 }
             }
         });

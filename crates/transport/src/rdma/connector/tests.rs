@@ -382,6 +382,37 @@ fn permits_for_servers_that_nobody_talks_to_are_forgotten() {
 }
 
 #[test]
+fn a_control_thread_that_hangs_ends_transfers_as_unfenced() {
+    let rig = rig(7);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move {
+        own: &a,
+        peer: &peer,
+        source: &source,
+        target: &target,
+        length: 64 * KIB,
+        time: Duration::from_secs(15),
+        key_error: 0,
+    };
+    write.run().expect("moved");
+    let lost = rig.fabric.block(&[rig.port(0)], &[rig.port(1)]);
+    rig.fabric
+        .hang_control(rig.hosts[0].1, Duration::from_secs(4));
+    let late = Move {
+        time: Duration::from_millis(100),
+        ..write
+    };
+    let begin = Instant::now();
+    let error = late.run().expect_err("it cannot be stopped");
+    assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
+    assert!(begin.elapsed() < Duration::from_millis(3_500));
+    assert_eq!(a.connector().unfenced(), 1);
+    drop(lost);
+}
+
+#[test]
 fn memory_may_be_reused_once_a_transfer_is_reported_finished() {
     let rig = rig(8);
     let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));

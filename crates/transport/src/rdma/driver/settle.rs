@@ -128,6 +128,24 @@ impl Driver {
         self.settle_if_drained(key);
     }
 
+    /// Ends everything that is in flight on an endpoint that cannot be stopped: it must not be
+    /// posted elsewhere, since it may still be carried out.
+    pub(super) fn unfence(&mut self, endpoint: EndpointKey, cause: &str, now: Time) {
+        let Some(key) = self.link_keys.get(&endpoint).copied() else {
+            return;
+        };
+        let in_flight = self.flights.iter().filter(|(_, flight)| flight.link == key);
+        for (_, flight) in in_flight {
+            flight.transfer.unfence(cause);
+        }
+        if let Some(link) = self.links.get_mut(key) {
+            for (transfer, _) in &link.abandoned {
+                transfer.unfence(cause);
+            }
+        }
+        self.give_up(endpoint, now);
+    }
+
     /// Gives a link's abandoned slices back once its local fence is complete.
     pub(super) fn settle_if_drained(&mut self, key: u64) {
         let drained = self

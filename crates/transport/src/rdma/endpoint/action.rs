@@ -177,6 +177,9 @@ pub enum Action {
     GiveUp,
     /// Nothing of this endpoint can reach memory any more, at either end.
     Fenced,
+    /// Its queue pairs could not be stopped in time: what it still has in flight may read and
+    /// write memory at any later time. The text says why it was closed.
+    Unfenced(String),
     /// It is over.
     Closed(CloseCause),
 }

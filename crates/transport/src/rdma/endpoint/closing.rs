@@ -15,7 +15,10 @@ pub(super) struct Closing {
     /// Queue pairs were handed to the data thread.
     attached: bool,
     in_error: bool,
-    destroying: bool,
+    /// The data thread has had everything back.
+    drained: bool,
+    /// Since when they are being destroyed.
+    destroying: Option<Time>,
     /// When the queue pairs were drained and destroyed.
     locally_fenced: Option<Time>,
     peer_closed: bool,
@@ -31,8 +34,10 @@ impl Closing {
     pub(super) fn next_timeout(&self, limits: &Limits) -> Option<Time> {
         match self.locally_fenced {
             Some(at) => Some(at + limits.packet_lifetime),
-            None if self.destroying => None,
-            None => Some(self.since + limits.drain),
+            None => Some(match self.destroying {
+                Some(since) => since + limits.fence,
+                None => self.since + limits.drain,
+            }),
         }
     }
 }
@@ -75,7 +80,8 @@ impl Endpoint {
             since: now,
             attached,
             in_error: false,
-            destroying: false,
+            drained: false,
+            destroying: None,
             locally_fenced: None,
             peer_closed,
             closers: Vec::new(),
@@ -117,11 +123,18 @@ impl Endpoint {
         }
     }
 
-    pub(super) fn drained(&mut self, _now: Time) {
+    pub(super) fn drained(&mut self, now: Time) {
+        if let State::Failing(closing) = &mut self.state {
+            closing.drained = true;
+            self.destroy(now);
+        }
+    }
+
+    fn destroy(&mut self, now: Time) {
         if let State::Failing(closing) = &mut self.state
-            && !closing.destroying
+            && closing.destroying.is_none()
         {
-            closing.destroying = true;
+            closing.destroying = Some(now);
             self.act(Action::Destroy);
         }
     }
@@ -163,9 +176,18 @@ impl Endpoint {
         if closing.locally_fenced.is_some() {
             closing.peer_closed = true;
             self.advance(now);
-        } else {
+        } else if closing.destroying.is_none() {
             // Not drained in time: a destroyed queue pair reads and writes nothing either.
-            self.drained(now);
+            self.destroy(now);
+        } else if !closing.attached || (closing.in_error && closing.drained) {
+            // They hang about, but have nothing to send any more.
+            closing.locally_fenced = Some(now);
+            self.advance(now);
+        } else {
+            let cause = closing.cause.clone();
+            self.state = State::Closed;
+            self.act(Action::Unfenced(cause.to_string()));
+            self.act(Action::Closed(cause));
         }
     }
 

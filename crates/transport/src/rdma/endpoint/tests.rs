@@ -393,6 +393,37 @@ fn a_queue_pair_that_does_not_drain_is_destroyed_after_the_limit() {
 }
 
 #[test]
+fn queue_pairs_that_cannot_be_destroyed_end_unfenced_unless_they_were_drained() {
+    for drained in [false, true] {
+        let mut endpoint = connected();
+        endpoint.handle(at(100), Input::Close(CloseCause::Broken("stuck".into())));
+        endpoint.handle(at(100), Input::PeerClosed);
+        if drained {
+            endpoint.handle(at(100), Input::InError);
+            endpoint.handle(at(1_100), Input::Drained);
+        } else {
+            endpoint.handle_timeout(at(1_100));
+        }
+        assert!(actions(&mut endpoint).contains(&Action::Destroy));
+        assert_eq!(endpoint.next_timeout(), Some(at(2_100)));
+        endpoint.handle_timeout(at(2_099));
+        assert!(actions(&mut endpoint).is_empty());
+        endpoint.handle_timeout(at(2_100));
+        let verdict = if drained {
+            Action::Fenced
+        } else {
+            Action::Unfenced("stuck".into())
+        };
+        let out = actions(&mut endpoint);
+        assert!(
+            matches!(&out[..], [first, Action::Closed(_)] if *first == verdict),
+            "{out:?}"
+        );
+        assert!(endpoint.is_closed());
+    }
+}
+
+#[test]
 fn a_peers_request_to_close_is_answered_only_once_our_end_is_in_error() {
     let mut endpoint = connected();
     let close = Offer {
