@@ -31,8 +31,8 @@ impl Driver {
             return;
         }
         let endpoint = link.endpoint;
-        // Before the work is stranded, so that none of it comes back here. Not when the control side
-        // detaches a link: it has said by then how its rails stand, and says nothing more.
+        // Before the work is stranded, so that none of it comes back here. Not when the control
+        // side detaches a link: it has said by then how its rails stand, and says nothing more.
         for lane in self.lanes.iter().filter(|lane| lane.link == Some(key)) {
             lane.rail.suspend(now);
         }
