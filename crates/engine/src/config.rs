@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
-use rerail_metadata::{KeySpace, StoreUrl};
+use rerail_metadata::{KeySpace, StoreOptions, StoreUrl};
 use rerail_transport::TransportError;
 use rerail_transport::rdma::RdmaConfig;
 use rerail_transport::rpc::ServerLimits;
@@ -40,6 +40,9 @@ impl Transport {
 pub struct EngineConfig {
     /// The metadata store, or `P2PHANDSHAKE`.
     pub metadata: StoreUrl,
+    /// Time limits, credentials and TLS files of the store
+    /// ([`StoreOptions::from_variables`] tells the variables).
+    pub store: StoreOptions,
     /// Keys in the store (`METADATA_CLUSTER_ID`).
     pub keys: KeySpace,
     /// Name of the own segment. Without a store its RPC address takes its place.
@@ -105,8 +108,10 @@ impl EngineConfig {
             }
             .into());
         }
+        let metadata = StoreUrl::parse(metadata)?;
         Ok(Self {
-            metadata: StoreUrl::parse(metadata)?,
+            store: StoreOptions::from_variables(&metadata, lookup)?,
+            metadata,
             keys: KeySpace::from_variables(lookup)?,
             name: name.to_owned(),
             transport: Transport::Rdma,
@@ -147,6 +152,20 @@ fn bind(settings: &Settings<'_>) -> Result<Option<IpAddr>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn u10_the_stores_settings_are_read_with_the_engines() {
+        let with = |value: &'static str| {
+            let lookup = move |variable: &str| {
+                (variable == "RERAIL_METADATA_TIMEOUT_MS").then(|| value.to_owned())
+            };
+            EngineConfig::with_settings("memory://settings", "a", &lookup)
+        };
+        let config = with("700").expect("valid");
+        assert_eq!(config.store.deadline.as_millis(), 700);
+        let error = with("99").expect_err("out of range").to_string();
+        assert!(error.contains("RERAIL_METADATA_TIMEOUT_MS"), "{error}");
+    }
 
     #[test]
     fn u10_engine_settings_are_read_strictly() {

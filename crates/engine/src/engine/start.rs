@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, RwLock};
 
 use rerail_metadata::descriptor::{InstanceId, LocationNics, Protocol, RpcMeta, SegmentDescriptor};
-use rerail_metadata::{MetadataStore, StoreOptions, connect};
+use rerail_metadata::{MetadataStore, connect};
 use rerail_transport::machine::publisher::{Edit, LocalRecord, PublishOrder};
 use rerail_transport::rdma::{Clock, Identity, RdmaTransport};
 use rerail_transport::rpc::{HostPort, RpcClient, RpcServer};
@@ -140,7 +140,7 @@ fn open_store(config: &EngineConfig, runtime: &Runtime) -> Result<Option<Arc<dyn
         return Ok(None);
     }
     let url = config.metadata.clone();
-    let options = StoreOptions::default();
+    let options = config.store.clone();
     block(runtime, async move { connect(&url, &options).await }).map(Some)
 }
 
