@@ -3,6 +3,7 @@
 //! Who signals takes a lock and makes a system call only if somebody waits: a data thread that
 //! finishes a batch nobody waits for does neither.
 
+use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,8 +14,15 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Default)]
 pub(crate) struct Event {
     waiting: AtomicUsize,
-    wakers: Mutex<Vec<Waker>>,
+    wakers: Mutex<Wakers>,
     signal: Condvar,
+}
+
+/// Tasks that wait, each in a slot of its own, however often it is polled.
+#[derive(Debug, Default)]
+struct Wakers {
+    slots: BTreeMap<u64, Waker>,
+    next: u64,
 }
 
 impl Event {
@@ -23,9 +31,9 @@ impl Event {
         // With the fence in `register`: either this sees the waiter, or the waiter the condition.
         fence(Ordering::SeqCst);
         if self.waiting.load(Ordering::Relaxed) > 0 {
-            let wakers = std::mem::take(&mut *self.lock());
+            let wakers = std::mem::take(&mut self.lock().slots);
             self.signal.notify_all();
-            wakers.into_iter().for_each(Waker::wake);
+            wakers.into_values().for_each(Waker::wake);
         }
     }
 
@@ -54,11 +62,11 @@ impl Event {
         if holds() {
             return;
         }
-        self.register();
-        let _registered = Registered(self);
+        let registered = Registered::new(self);
         poll_fn(|context| {
             // Registered under the lock before the look: a signal after the look finds the waker.
-            self.lock().push(context.waker().clone());
+            let waker = context.waker().clone();
+            self.lock().slots.insert(registered.slot, waker);
             fence(Ordering::SeqCst);
             if holds() {
                 Poll::Ready(())
@@ -74,18 +82,32 @@ impl Event {
         fence(Ordering::SeqCst);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Waker>> {
-        // A list of wakers is whole whatever panicked.
+    fn lock(&self) -> MutexGuard<'_, Wakers> {
+        // A map of wakers is whole whatever panicked.
         self.wakers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Counts a task as waiting until it is done or dropped.
-struct Registered<'a>(&'a Event);
+struct Registered<'a> {
+    event: &'a Event,
+    slot: u64,
+}
+
+impl<'a> Registered<'a> {
+    fn new(event: &'a Event) -> Self {
+        event.register();
+        let mut wakers = event.lock();
+        let slot = wakers.next;
+        wakers.next += 1;
+        Self { event, slot }
+    }
+}
 
 impl Drop for Registered<'_> {
     fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+        self.event.lock().slots.remove(&self.slot);
+        self.event.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -109,6 +131,26 @@ mod tests {
                 assert!(event.wait(Duration::from_secs(10), holds));
             });
         }
+    }
+
+    #[test]
+    fn a_task_has_one_waker_however_often_it_is_polled_and_none_once_dropped() {
+        let event = Event::default();
+        let mut context = std::task::Context::from_waker(Waker::noop());
+        let (mut first, mut second) = (
+            Box::pin(event.wait_async(|| false)),
+            Box::pin(event.wait_async(|| false)),
+        );
+        for _ in 0..100 {
+            assert!(first.as_mut().poll(&mut context).is_pending());
+            assert!(second.as_mut().poll(&mut context).is_pending());
+        }
+        assert_eq!(event.lock().slots.len(), 2);
+        drop(first);
+        assert_eq!(event.lock().slots.len(), 1);
+        drop(second);
+        assert_eq!(event.lock().slots.len(), 0);
+        assert_eq!(event.waiting.load(Ordering::Relaxed), 0);
     }
 
     #[test]
