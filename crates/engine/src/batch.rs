@@ -11,6 +11,7 @@ use crate::engine::Engine;
 use crate::event::Event;
 use crate::memory::RegionUse;
 use crate::segment::Segment;
+use crate::tcp::UnfencedError;
 use crate::{EngineError, Result};
 
 /// Which way the bytes go.
@@ -142,10 +143,16 @@ impl Batch {
                 took_ns: AtomicU64::new(0),
             });
             let on_finished = Arc::clone(&task) as Arc<dyn OnFinished>;
+            let unfenced = Arc::default();
+            let segment = &request.segment;
             let transfer = self
                 .engine
-                .launch(&request.segment, &memory, spec, on_finished);
-            entries.push(Entry { transfer, task });
+                .launch(segment, &memory, spec, on_finished, &unfenced);
+            entries.push(Entry {
+                transfer,
+                task,
+                unfenced,
+            });
         }
         Ok(())
     }
@@ -167,10 +174,7 @@ impl Batch {
 
     /// How request number `index` stands, counted in the order of submission; `None` past the end.
     pub fn status(&self, index: usize) -> Option<Status> {
-        self.shared
-            .entries()
-            .get(index)
-            .map(|entry| status(&entry.transfer))
+        self.shared.entries().get(index).map(Entry::status)
     }
 
     /// When request number `index` was finished, and how long it took; `None` before.
@@ -252,9 +256,7 @@ impl Batch {
             return Ok(());
         }
         let entries = self.shared.entries();
-        let error = entries
-            .iter()
-            .find_map(|entry| entry.transfer.error().cloned());
+        let error = entries.iter().find_map(|entry| entry.error().cloned());
         error.map_or(Ok(()), |error| Err(error.into()))
     }
 }
@@ -287,6 +289,26 @@ struct Task {
 struct Entry {
     transfer: Arc<Transfer>,
     task: Arc<Task>,
+    unfenced: Arc<UnfencedError>,
+}
+
+impl Entry {
+    /// Why it failed. That it is not fenced outweighs what failed first: its owner must not take
+    /// the far end's memory for untouched.
+    fn error(&self) -> Option<&TransferError> {
+        let error = self.transfer.error()?;
+        Some(self.unfenced.get().unwrap_or(error))
+    }
+
+    fn status(&self) -> Status {
+        if !self.transfer.is_finished() {
+            return Status::Running;
+        }
+        match self.error() {
+            None => Status::Completed,
+            Some(error) => Status::Failed(error.clone()),
+        }
+    }
 }
 
 impl OnFinished for Task {
@@ -301,15 +323,5 @@ impl OnFinished for Task {
         if self.batch.unfinished.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.batch.finished.signal();
         }
-    }
-}
-
-fn status(transfer: &Transfer) -> Status {
-    if !transfer.is_finished() {
-        return Status::Running;
-    }
-    match transfer.error() {
-        None => Status::Completed,
-        Some(error) => Status::Failed(error.clone()),
     }
 }

@@ -27,7 +27,7 @@ use crate::memory::{RegionUse, Registry};
 use crate::publication::Publication;
 use crate::segment::{Route, Segment};
 use crate::service::{EngineService, Notification};
-use crate::tcp::{self, TcpPeer, TcpSide};
+use crate::tcp::{self, TcpPeer, TcpPeers, TcpSide, UnfencedError};
 use crate::{EngineError, Result};
 
 /// Peers that are remembered.
@@ -65,6 +65,7 @@ struct Inner {
     next_peer: AtomicU64,
     /// Peers by the names of their segments.
     peers: Mutex<HashMap<String, Arc<Peer>>>,
+    tcp_peers: TcpPeers,
     // Last: what is above may still need it.
     runtime: Option<Runtime>,
 }
@@ -198,19 +199,21 @@ impl Engine {
         Ok((spec, in_use))
     }
 
-    /// Starts a transfer to `segment`, whose near end lies in `memory`.
+    /// Starts a transfer to `segment`, whose near end lies in `memory`. What could not be fenced is
+    /// put into `unfenced`.
     pub(crate) fn launch(
         &self,
         segment: &Segment,
         memory: &HostMemory,
         spec: TransferSpec,
         on_finished: Arc<dyn OnFinished>,
+        unfenced: &Arc<UnfencedError>,
     ) -> Arc<Transfer> {
         match (segment.route(), &self.inner.rdma) {
             (Route::Rdma, Some(rdma)) => rdma.submit(spec, on_finished),
             (Route::Tcp(peer), _) => {
                 let transfer = Transfer::new(spec, on_finished);
-                peer.launch(&transfer, memory);
+                peer.launch(&transfer, memory, unfenced);
                 transfer
             }
             (Route::Rdma, None) => {
@@ -293,11 +296,12 @@ impl Inner {
             .tcp_version
             .towards(descriptor.tcp_proto_version.into());
         let runtime = tokio::runtime::Handle::current();
-        Ok(TcpPeer::new(
+        let limits = config.tcp_client;
+        Ok(self.tcp_peers.get(
             &descriptor.name,
             place,
             version,
-            config.tcp_client,
+            limits,
             self.clock,
             runtime,
         ))

@@ -5,7 +5,8 @@
 //! and the fence of a request that is cut off, which are the transport's
 //! ([`rerail_transport::tcp`]).
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rerail_transport::TransferError;
 use rerail_transport::rdma::{Clock, Slicing, Transfer};
@@ -54,6 +55,48 @@ impl TcpSide {
     }
 }
 
+/// Peers that are remembered.
+const PEERS_MAX: usize = 4096;
+
+/// Peers by their data ports: however often a segment is opened, its connections are shared.
+#[derive(Default)]
+pub(crate) struct TcpPeers(Mutex<HashMap<(String, Version), TcpPeer>>);
+
+impl TcpPeers {
+    /// The peer called `name` whose data port is `place`.
+    pub(crate) fn get(
+        &self,
+        name: &str,
+        place: HostPort,
+        version: Version,
+        limits: ClientLimits,
+        clock: Clock,
+        runtime: runtime::Handle,
+    ) -> TcpPeer {
+        let key = (place.to_string(), version);
+        // A map of peers is whole whatever panicked.
+        let mut peers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(peer) = peers.get(&key) {
+            let name = name.to_owned();
+            return TcpPeer {
+                name,
+                ..peer.clone()
+            };
+        }
+        if peers.len() >= PEERS_MAX {
+            // Segments that are open keep their own.
+            peers.clear();
+        }
+        let peer = TcpPeer::new(name, place, version, limits, clock, runtime);
+        peers.insert(key, peer.clone());
+        peer
+    }
+}
+
+/// How a transfer went that could not be fenced: whatever failed first, this is what its owner has
+/// to know.
+pub(crate) type UnfencedError = OnceLock<TransferError>;
+
 /// A peer that is reached over TCP. Clones share its connections.
 #[derive(Clone)]
 pub(crate) struct TcpPeer {
@@ -67,7 +110,7 @@ pub(crate) struct TcpPeer {
 }
 
 impl TcpPeer {
-    pub(crate) fn new(
+    fn new(
         name: &str,
         place: HostPort,
         version: Version,
@@ -86,7 +129,13 @@ impl TcpPeer {
     }
 
     /// Moves a transfer, whose near end lies in `memory`. Returns at once.
-    pub(crate) fn launch(&self, transfer: &Arc<Transfer>, memory: &HostMemory) {
+    /// A failure without a fence is put into `unfenced` before the transfer is finished.
+    pub(crate) fn launch(
+        &self,
+        transfer: &Arc<Transfer>,
+        memory: &HostMemory,
+        unfenced: &Arc<UnfencedError>,
+    ) {
         let length = transfer.spec().length;
         let slices = length.div_ceil(u64::from(SLICING.slice_bytes));
         let workers = usize::try_from(slices)
@@ -94,12 +143,13 @@ impl TcpPeer {
             .min(self.lanes);
         for _ in 0..workers {
             let (peer, transfer, memory) = (self.clone(), Arc::clone(transfer), memory.clone());
+            let unfenced = Arc::clone(unfenced);
             self.runtime
-                .spawn(async move { peer.work(&transfer, &memory).await });
+                .spawn(async move { peer.work(&transfer, &memory, &unfenced).await });
         }
     }
 
-    async fn work(&self, transfer: &Transfer, memory: &HostMemory) {
+    async fn work(&self, transfer: &Transfer, memory: &HostMemory, unfenced: &UnfencedError) {
         let spec = transfer.spec();
         let opcode = match spec.opcode {
             RdmaOpcode::Read => Opcode::Read,
@@ -129,7 +179,12 @@ impl TcpPeer {
             match outcome.await.unwrap_or(Err(Failure::Closed)) {
                 Ok(()) => transfer.complete(slice),
                 Err(failure) => {
-                    transfer.fail(self.error(failure));
+                    let error = self.error(failure);
+                    if matches!(error, TransferError::Unfenced { .. }) {
+                        // One is enough.
+                        let _ = unfenced.set(error.clone());
+                    }
+                    transfer.fail(error);
                     transfer.unclaim(slice);
                 }
             }
@@ -149,9 +204,122 @@ impl TcpPeer {
                 addr,
                 length: u32::try_from(length).unwrap_or(u32::MAX),
             },
-            Failure::Deadline { unfenced: true, .. } => TransferError::Unfenced { peer, cause },
+            _ if failure.is_unfenced() => TransferError::Unfenced { peer, cause },
             Failure::Closed => TransferError::Closed,
             _ => TransferError::Deadline { peer, cause },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use rerail_transport::machine::ids::PeerId;
+    use rerail_transport::rdma::{OnFinished, Peer, PeerSpec, Piece, Span, TransferSpec};
+    use rerail_transport::tcp::header::Status;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+    use tokio::sync::Notify;
+
+    use super::*;
+
+    fn place(port: u16) -> HostPort {
+        HostPort {
+            host: "127.0.0.1".into(),
+            port: Some(port),
+        }
+    }
+
+    #[tokio::test]
+    async fn segments_of_one_data_port_share_its_connections() {
+        let (peers, clock) = (TcpPeers::default(), Clock::start());
+        let get = |name, port, version| {
+            let runtime = runtime::Handle::current();
+            let limits = ClientLimits::default();
+            peers.get(name, place(port), version, limits, clock, runtime)
+        };
+        let first = get("a", 1, Version::V2);
+        let same = |other: &TcpPeer| Arc::ptr_eq(&first.places, &other.places);
+        assert!(same(&get("a", 1, Version::V2)));
+        let renamed = get("b", 1, Version::V2);
+        assert!(same(&renamed) && renamed.name == "b");
+        assert!(!same(&get("a", 2, Version::V2)));
+        assert!(!same(&get("a", 1, Version::V1)));
+    }
+
+    struct Told(Notify);
+
+    impl OnFinished for Told {
+        fn finished(&self, _: &Transfer) {
+            self.0.notify_one();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_slice_without_a_fence_is_told_though_another_failed_first() {
+        const LENGTH: u64 = 2 << 20;
+        let listener = TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port is free");
+        let port = listener.local_addr().expect("bound").port();
+        // It rejects the first request, and says nothing to the second.
+        tokio::spawn(async move {
+            let mut silent = Vec::new();
+            for index in 0.. {
+                let Ok((mut stream, _)) = listener.accept().await else {
+                    return;
+                };
+                if index == 0 {
+                    let _ = stream.write_all(&Status::Rejected.encode()).await;
+                    tokio::spawn(async move { stream.read_to_end(&mut Vec::new()).await });
+                } else {
+                    silent.push(stream);
+                }
+            }
+        });
+        let clock = Clock::start();
+        let peers = TcpPeers::default();
+        let runtime = runtime::Handle::current();
+        let limits = ClientLimits::default();
+        let peer = peers.get("peer", place(port), Version::V2, limits, clock, runtime);
+        let memory = HostMemory::allocate(LENGTH as usize).expect("memory");
+        let span = |addr| {
+            let keys = Arc::from([]);
+            let piece = Piece {
+                addr,
+                length: LENGTH,
+                keys,
+            };
+            Span::new(addr, LENGTH, [piece]).expect("covered")
+        };
+        let spec = PeerSpec {
+            id: PeerId(1),
+            segment: "peer".into(),
+            server: "peer".into(),
+            instance: None,
+            nics: Vec::new(),
+        };
+        let spec = TransferSpec {
+            peer: Peer::new(spec, &[]),
+            opcode: RdmaOpcode::Write,
+            local: span(memory.addr()),
+            remote: span(1 << 20),
+            length: LENGTH,
+            slicing: SLICING,
+            cut_off: clock.now() + Duration::from_millis(500),
+        };
+        let told = Arc::new(Told(Notify::new()));
+        let transfer = Transfer::new(spec, Arc::clone(&told) as Arc<dyn OnFinished>);
+        let unfenced = Arc::new(UnfencedError::new());
+        peer.launch(&transfer, &memory, &unfenced);
+        told.0.notified().await;
+        let first = transfer.error().expect("failed");
+        assert!(
+            matches!(first, TransferError::RemoteAccess { .. }),
+            "{first}"
+        );
+        let error = unfenced.get().expect("before it is finished");
+        assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
     }
 }

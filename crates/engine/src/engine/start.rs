@@ -17,7 +17,7 @@ use crate::directory::Directory;
 use crate::memory::WILDCARD_LOCATION;
 use crate::publication::{Publication, StorePlace};
 use crate::service::{EngineService, Shared};
-use crate::tcp::TcpSide;
+use crate::tcp::{TcpPeers, TcpSide};
 use crate::{EngineError, Result, advertise};
 
 /// Threads of the control runtime: store, RPC, publication, connections, and TCP's data.
@@ -117,6 +117,7 @@ impl Engine {
                 next_region: AtomicU64::new(1),
                 next_peer: AtomicU64::new(1),
                 peers: Mutex::default(),
+                tcp_peers: TcpPeers::default(),
                 runtime: Some(runtime),
             }),
         })
