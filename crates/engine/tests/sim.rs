@@ -186,7 +186,12 @@ fn a_port_that_goes_down_costs_time_and_no_transfer() {
     assert!(rails_up() >= 2, "both local NICs are in use");
     std::thread::scope(|scope| {
         let fault = scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(100));
+            let moved = || -> u64 { own.rails(&segment).iter().map(|rail| rail.bytes).sum() };
+            let (begin, before) = (Instant::now(), moved());
+            // Work is under way then, and more than what a pair takes at once has gone through.
+            while moved() < before + 2 * LENGTH && begin.elapsed() < LIMIT {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             rig.fabric.port_down(rig.port(1, 0));
         });
         assert!(
