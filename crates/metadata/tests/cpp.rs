@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{Process, free_port, wait_for_port};
+use common::{Process, free_port, with_new_ports};
 use rerail_metadata::descriptor::{JsonForm, RpcMeta, SegmentDescriptor};
 use rerail_metadata::server::{MetadataServer, ServerOptions};
 use rerail_metadata::{HttpStore, KeySpace, MetadataStore, StoreOptions, conformance};
@@ -43,19 +43,21 @@ async fn the_wheels_server_conforms_for_what_it_can_do() {
         eprintln!("skipped: its server needs the Python package aiohttp");
         return;
     }
-    let port = free_port();
-    let _server = Process::start(
-        Command::new(python)
-            .args([
-                "-m",
-                "mooncake.http_metadata_server",
-                "--host",
-                "127.0.0.1",
-                "--port",
-            ])
-            .arg(port.to_string()),
-    );
-    wait_for_port(port);
+    let (port, _server) = with_new_ports(|| {
+        let port = free_port();
+        let mut server = Process::start(
+            Command::new(&python)
+                .args([
+                    "-m",
+                    "mooncake.http_metadata_server",
+                    "--host",
+                    "127.0.0.1",
+                    "--port",
+                ])
+                .arg(port.to_string()),
+        );
+        server.serves(port).then_some((port, server))
+    });
     let store = client(port);
     let shared: Arc<dyn MetadataStore> = Arc::new(store.clone());
     let report = conformance::run(shared, "mooncake/conformance/").await;
@@ -141,37 +143,10 @@ async fn a_c_plus_plus_engines_record_in_our_server_is_read_and_written_alike() 
 #[tokio::test]
 async fn a_c_plus_plus_engines_record_in_etcd_is_read_and_written_alike() {
     let Some(python) = python() else { return };
-    if !common::installed("etcd") {
+    let Some(etcd) = common::start_etcd() else {
         return;
-    }
-    let dir = tempfile::tempdir().expect("a directory");
-    let port = free_port();
-    let client = format!("http://127.0.0.1:{port}");
-    let peer = format!("http://127.0.0.1:{}", free_port());
-    let _etcd = Process::start(
-        Command::new("etcd")
-            .arg("--data-dir")
-            .arg(dir.path())
-            .args([
-                "--listen-client-urls",
-                &client,
-                "--advertise-client-urls",
-                &client,
-            ])
-            .args([
-                "--listen-peer-urls",
-                &peer,
-                "--initial-advertise-peer-urls",
-                &peer,
-            ])
-            .args([
-                "--initial-cluster",
-                &format!("default={peer}"),
-                "--unsafe-no-fsync",
-            ]),
-    );
-    wait_for_port(port);
-    let endpoint = format!("127.0.0.1:{port}");
+    };
+    let endpoint = etcd.url.trim_start_matches("etcd://").to_owned();
     let name = format!("127.0.0.1:{}", free_port());
     let _engine = cpp_engine(&python, &name, &format!("etcd://{endpoint}"));
     let store = rerail_metadata::EtcdStore::new(&[endpoint], None, &StoreOptions::default())

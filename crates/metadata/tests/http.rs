@@ -320,5 +320,6 @@ async fn a_server_that_never_answers_times_out_by_the_deadline() {
     let started = std::time::Instant::now();
     let error = store.get("k").await.expect_err("no answer");
     assert!(matches!(error, MetadataError::TimedOut { .. }), "{error}");
-    assert!(started.elapsed() < Duration::from_secs(2));
+    // Without a deadline it would wait for ever. The limit is wide, for a machine that is busy.
+    assert!(started.elapsed() < Duration::from_secs(10));
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{Process, free_port, full, installed, make_certificates, wait_for_port};
+use common::{Process, free_port, full, installed, make_certificates, with_new_ports};
 use rerail_metadata::{
     Change, Follow, MetadataError, MetadataStore, RedisStore, StoreOptions, StoreUrl, conformance,
 };
@@ -27,17 +27,18 @@ impl Server {
         if !installed("redis-server") {
             return None;
         }
-        let mut server = Self {
-            port: free_port(),
-            dir: tempfile::tempdir().expect("a directory"),
-            arguments: arguments
-                .iter()
-                .map(|&argument| argument.to_owned())
-                .collect(),
-            process: None,
-        };
-        server.restart();
-        Some(server)
+        Some(with_new_ports(|| {
+            let mut server = Self {
+                port: free_port(),
+                dir: tempfile::tempdir().expect("a directory"),
+                arguments: arguments
+                    .iter()
+                    .map(|&argument| argument.to_owned())
+                    .collect(),
+                process: None,
+            };
+            server.launch().then_some(server)
+        }))
     }
 
     /// With keyspace events and every write on disk.
@@ -46,6 +47,11 @@ impl Server {
     }
 
     fn restart(&mut self) {
+        assert!(self.launch(), "it ended at once");
+    }
+
+    /// False if it ended before it served.
+    fn launch(&mut self) -> bool {
         let mut command = Command::new("redis-server");
         command
             .args(["--bind", "127.0.0.1", "--save", "", "--dir"])
@@ -53,8 +59,8 @@ impl Server {
         if !self.arguments.iter().any(|argument| argument == "--port") {
             command.args(["--port", &self.port.to_string()]);
         }
-        self.process = Some(Process::start(command.args(&self.arguments)));
-        wait_for_port(self.port);
+        let process = Process::start(command.args(&self.arguments));
+        self.process.insert(process).serves(self.port)
     }
 
     fn process(&mut self) -> &mut Process {

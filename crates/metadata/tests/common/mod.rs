@@ -15,6 +15,9 @@ use std::time::{Duration, Instant};
 /// Longest time that a server may take to listen. The machine may be busy.
 const START_MAX: Duration = Duration::from_secs(30);
 
+/// How often a server is started whose ports others took.
+const STARTS_MAX: usize = 5;
+
 /// True if long fault tests are asked for.
 pub fn full() -> bool {
     let full = std::env::var_os("RERAIL_FULL").is_some_and(|value| value == "1");
@@ -46,6 +49,14 @@ pub fn free_port() -> u16 {
     listener.local_addr().expect("an address").port()
 }
 
+/// Tries `start` with new ports until it works, at most [`STARTS_MAX`] times: between
+/// [`free_port`] and a server's start somebody else may take the port.
+pub fn with_new_ports<T>(mut start: impl FnMut() -> Option<T>) -> T {
+    (0..STARTS_MAX)
+        .find_map(|_| start())
+        .unwrap_or_else(|| panic!("the server ended at once, {STARTS_MAX} times"))
+}
+
 /// A process that ends with the test, whatever happens.
 #[derive(Debug)]
 pub struct Process {
@@ -61,6 +72,19 @@ impl Process {
             .spawn()
             .unwrap_or_else(|error| panic!("{command:?}: {error}"));
         Self { child }
+    }
+
+    /// Waits until it listens on `port`. False if it ends before.
+    pub fn serves(&mut self, port: u16) -> bool {
+        let started = Instant::now();
+        while !listens(port) {
+            if matches!(self.child.try_wait(), Ok(Some(_))) {
+                return false;
+            }
+            assert!(started.elapsed() < START_MAX, "nobody listens on {port}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        true
     }
 
     pub fn id(&self) -> u32 {
@@ -96,12 +120,16 @@ impl Drop for Process {
     }
 }
 
+fn listens(port: u16) -> bool {
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    TcpStream::connect_timeout(&address, Duration::from_millis(200)).is_ok()
+}
+
 /// Waits until somebody listens on the port.
 pub fn wait_for_port(port: u16) {
-    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let started = Instant::now();
-    while TcpStream::connect_timeout(&address, Duration::from_millis(200)).is_err() {
-        assert!(started.elapsed() < START_MAX, "nobody listens on {address}");
+    while !listens(port) {
+        assert!(started.elapsed() < START_MAX, "nobody listens on {port}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -147,38 +175,39 @@ pub fn start_etcd() -> Option<Store> {
     if !installed("etcd") {
         return None;
     }
-    let dir = tempfile::tempdir().expect("a directory");
-    let port = free_port();
-    let client = format!("http://127.0.0.1:{port}");
-    let peer = format!("http://127.0.0.1:{}", free_port());
-    let process = Process::start(
-        Command::new("etcd")
-            .arg("--data-dir")
-            .arg(dir.path())
-            .args([
-                "--listen-client-urls",
-                &client,
-                "--advertise-client-urls",
-                &client,
-            ])
-            .args([
-                "--listen-peer-urls",
-                &peer,
-                "--initial-advertise-peer-urls",
-                &peer,
-            ])
-            .args([
-                "--initial-cluster",
-                &format!("default={peer}"),
-                "--unsafe-no-fsync",
-            ]),
-    );
-    wait_for_port(port);
-    Some(Store {
-        url: format!("etcd://127.0.0.1:{port}"),
-        _process: process,
-        _dir: dir,
-    })
+    Some(with_new_ports(|| {
+        let dir = tempfile::tempdir().expect("a directory");
+        let port = free_port();
+        let client = format!("http://127.0.0.1:{port}");
+        let peer = format!("http://127.0.0.1:{}", free_port());
+        let mut process = Process::start(
+            Command::new("etcd")
+                .arg("--data-dir")
+                .arg(dir.path())
+                .args([
+                    "--listen-client-urls",
+                    &client,
+                    "--advertise-client-urls",
+                    &client,
+                ])
+                .args([
+                    "--listen-peer-urls",
+                    &peer,
+                    "--initial-advertise-peer-urls",
+                    &peer,
+                ])
+                .args([
+                    "--initial-cluster",
+                    &format!("default={peer}"),
+                    "--unsafe-no-fsync",
+                ]),
+        );
+        process.serves(port).then(|| Store {
+            url: format!("etcd://127.0.0.1:{port}"),
+            _process: process,
+            _dir: dir,
+        })
+    }))
 }
 
 /// Starts a Redis with keyspace events.
@@ -186,26 +215,27 @@ pub fn start_redis() -> Option<Store> {
     if !installed("redis-server") {
         return None;
     }
-    let dir = tempfile::tempdir().expect("a directory");
-    let port = free_port();
-    let process = Process::start(
-        Command::new("redis-server")
-            .args([
-                "--bind",
-                "127.0.0.1",
-                "--port",
-                &port.to_string(),
-                "--save",
-                "",
-                "--dir",
-            ])
-            .arg(dir.path())
-            .args(["--notify-keyspace-events", "KA"]),
-    );
-    wait_for_port(port);
-    Some(Store {
-        url: format!("redis://127.0.0.1:{port}"),
-        _process: process,
-        _dir: dir,
-    })
+    Some(with_new_ports(|| {
+        let dir = tempfile::tempdir().expect("a directory");
+        let port = free_port();
+        let mut process = Process::start(
+            Command::new("redis-server")
+                .args([
+                    "--bind",
+                    "127.0.0.1",
+                    "--port",
+                    &port.to_string(),
+                    "--save",
+                    "",
+                    "--dir",
+                ])
+                .arg(dir.path())
+                .args(["--notify-keyspace-events", "KA"]),
+        );
+        process.serves(port).then(|| Store {
+            url: format!("redis://127.0.0.1:{port}"),
+            _process: process,
+            _dir: dir,
+        })
+    }))
 }
