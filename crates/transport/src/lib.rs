@@ -1,5 +1,5 @@
 #![forbid(unsafe_code)]
-//! Transports that survive faults. See the module list.
+#![doc = include_str!("../README.md")]
 
 mod dial;
 mod error;
