@@ -14,14 +14,11 @@ use serde_json::json;
 
 use super::options::{Common, usage};
 use super::pattern::Pattern;
-use super::report::{Report, Tally};
+use super::report::{Outcome, Report, Tally};
 use crate::failure::ResultExt as _;
 
 /// How long a batch is waited for at most; each of its transfers has its own limit, and fences.
 const BATCH_LIMIT: Duration = Duration::from_secs(600);
-
-/// Blocks whose bytes are not a limit.
-const UNLIMITED: u64 = u64::MAX;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Direction {
@@ -63,7 +60,8 @@ pub(super) struct Args {
         value_parser = clap::value_parser!(u64).range(1..=1024))]
     threads: u64,
     /// Seconds to run (default: 10)
-    #[arg(long, value_name = "S", conflicts_with = "bytes")]
+    #[arg(long, value_name = "S", conflicts_with = "bytes",
+        value_parser = clap::value_parser!(u64).range(1..=31_536_000))]
     duration: Option<u64>,
     /// Bytes to move in all
     #[arg(long, value_name = "N")]
@@ -154,8 +152,8 @@ struct Plan {
     area_bytes: u64,
     /// Areas in the target's buffer, for all threads together.
     areas: u64,
-    /// Bytes that nobody has claimed.
-    left_bytes: AtomicU64,
+    /// Bytes that nobody has claimed; `None` where time is the limit.
+    left_bytes: Option<AtomicU64>,
     until: Option<Instant>,
 }
 
@@ -194,7 +192,7 @@ impl Plan {
             remote_addr: first.addr,
             area_bytes,
             areas,
-            left_bytes: AtomicU64::new(args.bytes.unwrap_or(UNLIMITED)),
+            left_bytes: args.bytes.map(AtomicU64::new),
             until,
         })
     }
@@ -204,10 +202,13 @@ impl Plan {
         if self.until.is_some_and(|until| Instant::now() >= until) {
             return 0;
         }
-        let mut left = self.left_bytes.load(Ordering::Relaxed);
-        while left != UNLIMITED {
+        let Some(left_bytes) = &self.left_bytes else {
+            return bytes;
+        };
+        let mut left = left_bytes.load(Ordering::Relaxed);
+        loop {
             let claimed = left.min(bytes);
-            match self.left_bytes.compare_exchange_weak(
+            match left_bytes.compare_exchange_weak(
                 left,
                 left - claimed,
                 Ordering::Relaxed,
@@ -217,7 +218,6 @@ impl Plan {
                 Err(current) => left = current,
             }
         }
-        bytes
     }
 }
 
@@ -349,22 +349,36 @@ impl Worker<'_> {
         tally.timed += end - begin;
         tally.bytes += batch.transferred_bytes();
         tally.retried_slices += batch.retried_slices();
-        let mut finished: Vec<_> = (0..batch.len())
-            .filter_map(|index| batch.finished_at(index))
-            .collect();
-        finished.sort_unstable();
-        for (at, took) in finished {
-            tally.completed(at, took);
-        }
+        let outcomes = (0..batch.len()).map(|index| Outcome {
+            finished: batch.finished_at(index),
+            error: match batch.status(index) {
+                Some(Status::Completed) => None,
+                Some(Status::Failed(error)) => Some(error.to_string()),
+                _ => Some("unfinished".into()),
+            },
+        });
+        tally.count(outcomes.collect());
         tally.waited_until(end);
-        for index in 0..batch.len() {
-            match batch.status(index) {
-                Some(Status::Failed(error)) => tally.failed(error.to_string()),
-                Some(Status::Completed) => {}
-                _ => tally.failed("unfinished".into()),
-            }
-        }
         batch.clear()?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_bytes_as_there_are_numbers_are_a_limit_like_any_other() {
+        let plan = Plan {
+            remote_addr: 0,
+            area_bytes: 1 << 20,
+            areas: 1,
+            left_bytes: Some(AtomicU64::new(u64::MAX)),
+            until: None,
+        };
+        assert_eq!(plan.claim(1 << 20), 1 << 20);
+        assert_eq!(plan.claim(u64::MAX), u64::MAX - (1 << 20));
+        assert_eq!(plan.claim(1 << 20), 0);
     }
 }

@@ -23,6 +23,15 @@ pub(super) struct Tally {
     keep_every: u64,
 }
 
+/// How a request ended.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    /// When, and how long it took.
+    pub(super) finished: Option<(Instant, Duration)>,
+    /// Why it failed.
+    pub(super) error: Option<String>,
+}
+
 impl Tally {
     pub(super) fn new(now: Instant) -> Self {
         Self {
@@ -44,8 +53,20 @@ impl Tally {
         self.last_completion = now;
     }
 
-    /// A request of the named operation is finished. In the order of completion.
-    pub(super) fn completed(&mut self, at: Instant, took: Duration) {
+    /// Counts requests of the named operation. One that failed has no latency and is no operation.
+    pub(super) fn count(&mut self, mut outcomes: Vec<Outcome>) {
+        outcomes.sort_by_key(|outcome| outcome.finished);
+        for outcome in outcomes {
+            match (outcome.error, outcome.finished) {
+                (Some(error), _) => self.failed(error),
+                (None, Some((at, took))) => self.completed(at, took),
+                (None, None) => {}
+            }
+        }
+    }
+
+    /// A request is finished. In the order of completion.
+    fn completed(&mut self, at: Instant, took: Duration) {
         self.waited_until(at);
         self.last_completion = self.last_completion.max(at);
         self.ops += 1;
@@ -194,6 +215,29 @@ mod tests {
         assert_eq!(percentile(&values, 99), 198);
         assert_eq!(percentile(&[7], 99), 7);
         assert_eq!(percentile(&[], 50), 0);
+    }
+
+    #[test]
+    fn requests_that_failed_count_as_such_only() {
+        let begin = Instant::now();
+        let outcome = |millis, error: Option<&str>| Outcome {
+            finished: Some((
+                begin + Duration::from_millis(millis),
+                Duration::from_millis(millis),
+            )),
+            error: error.map(str::to_owned),
+        };
+        let mut tally = Tally::new(begin);
+        tally.count(vec![
+            outcome(30_000, Some("cut off")),
+            outcome(2, None),
+            outcome(1, None),
+        ]);
+        assert_eq!((tally.ops, tally.failed), (2, 1));
+        assert_eq!(tally.latencies_ns, [1_000_000, 2_000_000]);
+        assert_eq!(tally.first_error.as_deref(), Some("cut off"));
+        let report = Report::new(&[tally], Vec::new());
+        assert_eq!((report.ops, report.p99_us), (2, 2_000.0));
     }
 
     #[test]
