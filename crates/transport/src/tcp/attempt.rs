@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::client::Request;
 use super::flow::{Pace, receive_bytes, receive_memory, send_bytes, send_memory};
@@ -98,6 +98,8 @@ async fn receive_status(stream: &TcpStream, pace: Pace) -> io::Result<Status> {
 pub(super) struct Doubtful {
     streams: Vec<TcpStream>,
     fence_max: Duration,
+    /// There was one whose end will never be known.
+    lost: bool,
 }
 
 impl Doubtful {
@@ -106,32 +108,44 @@ impl Doubtful {
         Self {
             streams: Vec::new(),
             fence_max,
+            lost: false,
         }
     }
 
     /// Ends our direction of a connection and waits for the end of the peer's: after that the peer
-    /// stores nothing more.
-    pub(super) async fn fence(&mut self, mut stream: TcpStream) {
-        // An error means that the connection is gone already.
+    /// stores nothing more. `error` is what the attempt failed with, if it did.
+    pub(super) async fn fence(&mut self, mut stream: TcpStream, error: Option<&io::Error>) {
+        if error.is_some_and(|error| error.raw_os_error().is_some() && !is_the_peers(error)) {
+            // Linux tells such an error once, and then an end of file that the peer knows
+            // nothing of.
+            self.lost = true;
+            return;
+        }
+        // It fails on a connection that is gone already; whether the peer knows is seen below.
         let _ = stream.shutdown().await;
         self.streams.push(stream);
         self.settle(Instant::now() + self.fence_max).await;
     }
 
     /// Waits until `until` for the connections that have not ended yet, the latest first. True
-    /// when all have.
+    /// when the peer has ended all.
     pub(super) async fn settle(&mut self, until: Instant) -> bool {
         while let Some(stream) = self.streams.last() {
             match timeout_at(until, end_of(stream)).await {
                 Ok(End::Confirmed) => {}
-                // Nothing more can be learnt from it. What has reached the peer's kernel is stored
-                // within that time, and what has not never is.
-                Ok(End::Lost) => sleep(self.fence_max).await,
+                // Nothing more can be learnt from it, and no wait proves anything: a peer that is
+                // frozen or cut off may store later what has reached its kernel.
+                Ok(End::Lost) => self.lost = true,
                 Err(_) => return false,
             }
             self.streams.pop();
         }
-        true
+        !self.lost
+    }
+
+    /// True if the end of one will never be known: no further attempt can be told as done.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost
     }
 
     /// How many there are.
@@ -157,13 +171,43 @@ async fn end_of(stream: &TcpStream) -> End {
         match stream.try_read(&mut [0; 512]) {
             Ok(0) => return End::Confirmed,
             Ok(_) => {}
-            Err(error) => match error.kind() {
-                io::ErrorKind::WouldBlock => {}
-                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                    return End::Confirmed;
-                }
-                _ => return End::Lost,
-            },
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if is_the_peers(&error) => return End::Confirmed,
+            Err(_) => return End::Lost,
+        }
+    }
+}
+
+/// True for an error that only the peer's host can cause. Of the others (`ETIMEDOUT`,
+/// `EHOSTUNREACH` ...) the peer may know nothing.
+fn is_the_peers(error: &io::Error) -> bool {
+    // EPIPE says that a reset came before.
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_end_of_file_after_an_error_of_our_own_is_no_fence() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port is free");
+        let address = listener.local_addr().expect("bound");
+        // Linux: ENETUNREACH, ECONNABORTED, ETIMEDOUT and EHOSTUNREACH; EPIPE and ECONNRESET.
+        let own = [101, 103, 110, 113].map(|errno| (io::Error::from_raw_os_error(errno), false));
+        let peers = [32, 104].map(|errno| (io::Error::from_raw_os_error(errno), true));
+        let given_up = (io::ErrorKind::TimedOut.into(), true);
+        for (error, fenced) in own.into_iter().chain(peers).chain([given_up]) {
+            let stream = TcpStream::connect(address).await.expect("it listens");
+            drop(listener.accept().await.expect("connected"));
+            let mut doubtful = Doubtful::new(Duration::from_secs(10));
+            doubtful.fence(stream, Some(&error)).await;
+            assert_eq!(doubtful.settle(Instant::now()).await, fenced, "{error}");
         }
     }
 }

@@ -226,7 +226,7 @@ impl Lanes {
         if let Some(stream) = under_way
             && job.request.opcode == Opcode::Write
         {
-            doubtful.fence(stream).await;
+            doubtful.fence(stream, None).await;
         }
         if doubtful.settle(until).await {
             return outcome;
@@ -256,8 +256,12 @@ impl Lanes {
         let mut attempts = 0;
         let mut cause = String::from("it waited for a connection");
         let mut backoff = BACKOFF_MIN;
-        while Instant::now() < request.deadline && doubtful.len() < DOUBTFUL_MAX {
+        while Instant::now() < request.deadline
+            && doubtful.len() < DOUBTFUL_MAX
+            && !doubtful.is_lost()
+        {
             attempts += 1;
+            let mut failed = None;
             let connected = match connection.take() {
                 Some(stream) => Ok(stream),
                 None => self.connect(request.deadline).await,
@@ -283,7 +287,10 @@ impl Lanes {
                                 length: request.length,
                             });
                         }
-                        Err(error) => cause = error.to_string(),
+                        Err(error) => {
+                            cause = error.to_string();
+                            failed = Some(error);
+                        }
                     }
                 }
                 Err(reason) => cause = reason,
@@ -291,7 +298,7 @@ impl Lanes {
             if let Some(stream) = under_way.take()
                 && request.opcode == Opcode::Write
             {
-                doubtful.fence(stream).await;
+                doubtful.fence(stream, failed.as_ref()).await;
             }
             sleep_until((Instant::now() + backoff).min(request.deadline)).await;
             backoff = (2 * backoff).min(BACKOFF_MAX);
