@@ -48,7 +48,10 @@ struct Shared {
     started: Instant,
     /// Nanoseconds after `started` at which the verb in progress began, plus one; 0 when idle.
     busy_since_ns: AtomicU64,
+    /// The device is closed: nothing is taken any more.
     closed: AtomicBool,
+    /// And what had been taken is dropped.
+    finished: AtomicBool,
     failed_destructions: AtomicUsize,
     quarantined_bytes: AtomicU64,
 }
@@ -96,6 +99,7 @@ impl ControlThread {
                 started: Instant::now(),
                 busy_since_ns: AtomicU64::new(0),
                 closed: AtomicBool::new(false),
+                finished: AtomicBool::new(false),
                 failed_destructions: AtomicUsize::new(0),
                 quarantined_bytes: AtomicU64::new(0),
             }),
@@ -172,7 +176,7 @@ impl ControlThread {
 
     /// True once the device is closed and the thread has nothing left to do.
     pub fn is_closed(&self) -> bool {
-        self.shared.closed.load(Ordering::Acquire)
+        self.shared.finished.load(Ordering::Acquire)
     }
 
     /// Waits until the device is closed, which happens after the last of the context's objects
@@ -222,7 +226,7 @@ impl ControlThread {
         let closed = || VerbsError::ControlClosed {
             device: Arc::clone(&self.shared.device),
         };
-        if self.is_closed() {
+        if self.shared.closed.load(Ordering::SeqCst) {
             return Err(closed());
         }
         if self.shared.thread.is_none() {
@@ -234,7 +238,7 @@ impl ControlThread {
             jobs_max: JOBS_MAX,
         })?;
         fence(Ordering::SeqCst);
-        if self.is_closed() {
+        if self.shared.closed.load(Ordering::SeqCst) {
             // The thread ended between the two looks. It sets the flag before it empties the
             // queues, and the fences order that, so that either it or this drops the job.
             self.shared.drop_jobs();
@@ -278,6 +282,7 @@ impl Shared {
         self.closed.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         self.drop_jobs();
+        self.finished.store(true, Ordering::SeqCst);
     }
 
     /// Runs the next job or destruction, if there is one. False once the device is closed.
@@ -318,6 +323,7 @@ impl Shared {
         }
         if last && self.thread.is_none() {
             self.closed.store(true, Ordering::SeqCst);
+            self.finished.store(true, Ordering::SeqCst);
         }
         !last
     }
