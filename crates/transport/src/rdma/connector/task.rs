@@ -190,7 +190,13 @@ impl EndpointTask {
                 }
                 _ => None,
             }),
-            Action::Answer(token, offer) => self.answer(token, Ok(offer)),
+            Action::Answer(token, offer) => {
+                // Whoever reads the answer finds the place free that the handshake took.
+                if self.machine.is_connected() {
+                    self.connector.opened(self.key);
+                }
+                self.answer(token, Ok(offer));
+            }
             Action::Refuse(token, reason) => self.answer(token, Err(reason)),
             Action::PassOn(token, offer) => {
                 if let Some(answer) = self.answers.remove(&token) {
