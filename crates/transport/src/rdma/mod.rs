@@ -12,6 +12,7 @@
 //! | [`endpoint`] | the life of one connection, as a machine |
 //! | [`connector`] | which endpoint a rail or a request belongs to, and the machines' driver |
 //! | [`signaling`] | how Connection messages reach a peer |
+//! | [`events`] | what the engine is told of the rails, and asked |
 //! | [`nic`], [`memory`], [`config`] | ports, registered memory, settings |
 //!
 //! # The way of a transfer
@@ -27,6 +28,7 @@ pub mod connector;
 pub mod data_thread;
 pub mod driver;
 pub mod endpoint;
+pub mod events;
 pub mod inbox;
 mod link;
 pub mod memory;
@@ -45,6 +47,7 @@ pub use config::RdmaConfig;
 pub use connector::Identity;
 pub use data_thread::Clock;
 pub use endpoint::Offer;
+pub use events::{RailChange, RdmaEvents};
 pub use memory::RegisteredMemory;
 pub use rail::{Peer, PeerNic, PeerSpec};
 pub use signaling::{Boxed, SignalError, Signaling};

@@ -26,6 +26,9 @@ const REGISTER_LIMIT: Duration = Duration::from_secs(600);
 /// How long any other verb may take at start.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
 
+/// Bytes that probes read to: the largest path MTU.
+const SCRATCH_BYTES: usize = 4096;
+
 /// What a port is at the moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PortFacts {
@@ -67,6 +70,8 @@ pub struct Nic {
     attr: DeviceAttr,
     gate: AtomicBool,
     facts: ArcSwap<PortFacts>,
+    /// Where probes read to: nobody looks at it.
+    scratch: MemoryRegion,
     // Dropped in this order, though verbs would keep it right in any.
     cq: CompletionQueue,
     pd: ProtectionDomain,
@@ -96,9 +101,16 @@ impl Nic {
             let facts = read_port(&opened, port, &config)?;
             let pd = opened.alloc_pd()?;
             let cq = opened.create_cq(cqe_max.min(attr.max_cqe))?;
-            Ok::<_, TransportError>((attr, facts, pd, cq))
+            let memory = HostMemory::allocate(SCRATCH_BYTES);
+            let memory = memory.map_err(|error| TransportError::Port {
+                device: opened.name().to_owned(),
+                port,
+                reason: format!("no memory for probes: {error}"),
+            })?;
+            let scratch = pd.register(&memory, 0, SCRATCH_BYTES, AccessFlags::LOCAL_WRITE)?;
+            Ok::<_, TransportError>((attr, facts, pd, cq, scratch))
         })?;
-        let (attr, facts, pd, cq) = pending.wait_timeout(OPEN_LIMIT)??;
+        let (attr, facts, pd, cq, scratch) = pending.wait_timeout(OPEN_LIMIT)??;
         tracing::info!(
             nic = name, port, gid = %facts.gid.gid, gid_index = facts.gid.index,
             mtu = facts.mtu.bytes(), speed_mbps = facts.speed_mbps, "NIC open"
@@ -110,6 +122,7 @@ impl Nic {
             attr,
             gate: AtomicBool::new(true),
             facts: ArcSwap::from_pointee(facts),
+            scratch,
             cq,
             pd,
             context,
@@ -149,6 +162,11 @@ impl Nic {
     /// Where all completions arrive.
     pub fn cq(&self) -> &CompletionQueue {
         &self.cq
+    }
+
+    /// Memory of its own that probes read to, one path MTU long.
+    pub fn scratch(&self) -> &MemoryRegion {
+        &self.scratch
     }
 
     /// What the port is at the moment.

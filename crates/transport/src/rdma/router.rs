@@ -4,20 +4,23 @@
 //! slices as it has room. Rails that are not connected are connected meanwhile. Thin on purpose:
 //! shares, nearness and proof of rails are the rail machine's.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use crossbeam::queue::SegQueue;
 use tokio::sync::{Notify, mpsc};
 
 use super::connector::Connector;
 use super::data_thread::Clock;
+use super::events::RdmaEvents;
 use super::inbox::{Inbox, Report, Work};
 use super::nic::Nic;
-use super::rail::{Rail, RailState};
+use super::rail::{Peer, Rail, RailState};
 use super::transfer::Transfer;
 use crate::TransferError;
 use crate::machine::Time;
+use crate::machine::ids::LocalNic;
+use crate::machine::rail::LocalGate;
 
 /// How often transfers without a rail are offered again.
 const RETRY_EVERY: std::time::Duration = std::time::Duration::from_millis(5);
@@ -37,6 +40,7 @@ pub struct Router {
     parked_new: Notify,
     /// Where to begin among equals.
     turn: AtomicUsize,
+    events: OnceLock<Arc<dyn RdmaEvents>>,
 }
 
 impl Router {
@@ -55,7 +59,38 @@ impl Router {
             parked: SegQueue::new(),
             parked_new: Notify::new(),
             turn: AtomicUsize::new(0),
+            events: OnceLock::new(),
         }
+    }
+
+    /// Tells `events` of the rails from now on. Only the first call counts.
+    pub fn set_events(&self, events: Arc<dyn RdmaEvents>) {
+        let _ = self.events.set(events);
+    }
+
+    /// The observer closed or opened the gate of a local NIC. From any thread; never blocks.
+    pub fn local_gate(&self, local: LocalNic, gate: LocalGate) {
+        tracing::debug!(nic = local.0, ?gate, "local gate");
+    }
+
+    /// The record of a peer says that its NIC is up, or not. From any thread; never blocks.
+    pub fn peer_nic(&self, peer: &Arc<Peer>, nic_index: u32, up: bool) {
+        tracing::debug!(
+            segment = peer.segment(),
+            nic_index,
+            up,
+            "gate of a peer's NIC"
+        );
+    }
+
+    /// A peer's record is withdrawn or superseded. From any thread; never blocks.
+    pub fn peer_gone(&self, peer: &Peer) {
+        tracing::debug!(segment = peer.segment(), "peer gone");
+    }
+
+    /// Forgets the rails to a peer. From any thread; never blocks.
+    pub fn forget_peer(&self, peer: &Peer) {
+        tracing::debug!(segment = peer.segment(), "peer forgotten");
     }
 
     /// Offers a transfer to rails, or parks it until one can be used. Never blocks.

@@ -13,6 +13,7 @@ use super::connector::{Connector, Identity};
 use super::data_thread::{Clock, DataThread};
 use super::driver::Driver;
 use super::endpoint::Offer;
+use super::events::RdmaEvents;
 use super::inbox::{Inbox, Wake};
 use super::memory::RegisteredMemory;
 use super::nic::Nic;
@@ -136,6 +137,33 @@ impl RdmaTransport {
     pub fn peer(&self, spec: PeerSpec) -> Arc<Peer> {
         let names: Vec<String> = self.nics.iter().map(|nic| nic.name().to_owned()).collect();
         Peer::new(spec, &names)
+    }
+
+    /// The router: what the observer says of local gates goes there.
+    pub fn router(&self) -> &Arc<Router> {
+        &self.router
+    }
+
+    /// Tells `events` of the rails from now on. Only the first call counts.
+    pub fn set_events(&self, events: Arc<dyn RdmaEvents>) {
+        self.router.set_events(events);
+    }
+
+    /// The peer's record says that its NIC at position `nic_index` of `devices[]` is up, or not.
+    pub fn peer_nic(&self, peer: &Arc<Peer>, nic_index: u32, up: bool) {
+        self.router.peer_nic(peer, nic_index, up);
+    }
+
+    /// The peer's record is withdrawn or superseded: it is not expected back, and transfers to it
+    /// end.
+    pub fn peer_gone(&self, peer: &Peer) {
+        self.router.peer_gone(peer);
+    }
+
+    /// Forgets what is known of the rails to a peer that is not used any more, and closes their
+    /// connections. A transfer to it would begin anew.
+    pub fn forget_peer(&self, peer: &Peer) {
+        self.router.forget_peer(peer);
     }
 
     /// Registers memory with every NIC, or none. Blocks.
