@@ -5,10 +5,14 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
+use super::image::Image;
+
 type Check = fn() -> Result<()>;
 
-/// Boots twice, without the rig.
+/// Boots twice, without the rig. The image is made first: what that tells on standard error is
+/// no part of a command's.
 pub(crate) fn self_check() -> Result<()> {
+    Image::ready()?;
     let checks = [
         (
             "vm_passes_on_the_status_and_keeps_the_streams_apart",
