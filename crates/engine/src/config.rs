@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 
 use rerail_metadata::{KeySpace, StoreOptions, StoreUrl};
 use rerail_transport::TransportError;
+use rerail_transport::event::Events;
 use rerail_transport::rdma::RdmaConfig;
 use rerail_transport::rpc::ServerLimits;
 use rerail_transport::rpc::client::ClientLimits;
@@ -69,6 +70,8 @@ pub struct EngineConfig {
     pub tcp_version: tcp::Version,
     /// The RDMA transport.
     pub rdma: RdmaConfig,
+    /// Who is told what happens to NICs, connections and the record.
+    pub events: Events,
 }
 
 impl EngineConfig {
@@ -125,6 +128,7 @@ impl EngineConfig {
             tcp_server: tcp::ServerLimits::from_settings(&settings)?,
             tcp_version: tcp::Version::from_settings(&settings)?,
             rdma: RdmaConfig::from_settings(&settings)?,
+            events: Events::default(),
         })
     }
 

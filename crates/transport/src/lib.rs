@@ -3,6 +3,7 @@
 
 mod dial;
 mod error;
+pub mod event;
 mod listen;
 pub mod machine;
 pub mod rdma;

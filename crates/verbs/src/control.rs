@@ -21,6 +21,9 @@ use crate::{VerbsError, fork};
 /// Most jobs that may wait in each of a control thread's two queues.
 pub const JOBS_MAX: usize = 1024;
 
+/// How long letting go of a region may rightly take: its pages are unpinned one by one.
+const UNPIN_LIMIT_NS: u64 = 600 * 1_000_000_000;
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Handle to the thread that runs a context's slow verbs.
@@ -48,6 +51,8 @@ struct Shared {
     started: Instant,
     /// Nanoseconds after `started` at which the verb in progress began, plus one; 0 when idle.
     busy_since_ns: AtomicU64,
+    /// How many nanoseconds the job in progress may rightly take.
+    allowed_ns: AtomicU64,
     /// The device is closed: nothing is taken any more.
     closed: AtomicBool,
     /// And what had been taken is dropped.
@@ -98,6 +103,7 @@ impl ControlThread {
                 thread,
                 started: Instant::now(),
                 busy_since_ns: AtomicU64::new(0),
+                allowed_ns: AtomicU64::new(0),
                 closed: AtomicBool::new(false),
                 finished: AtomicBool::new(false),
                 failed_destructions: AtomicUsize::new(0),
@@ -156,6 +162,21 @@ impl ControlThread {
                 .elapsed()
                 .saturating_sub(Duration::from_nanos(since)),
         )
+    }
+
+    /// Says, from within a job, that the job may rightly take this long: pinning memory takes
+    /// minutes, RTR towards a neighbour that does not answer a second.
+    pub fn allow(&self, time: Duration) {
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.shared.allowed_ns.store(nanos, Ordering::Release);
+    }
+
+    /// True if the job or destruction in progress has been running for longer than `limit`, and
+    /// for longer than it has said it may.
+    pub fn is_overdue(&self, limit: Duration) -> bool {
+        let allowed = Duration::from_nanos(self.shared.allowed_ns.load(Ordering::Acquire));
+        self.stuck_for()
+            .is_some_and(|running| running > limit.max(allowed))
     }
 
     /// Jobs and destructions that wait.
@@ -312,7 +333,13 @@ impl Shared {
         let last = doomed.is_last();
         let name = doomed.name();
         let memory_bytes = doomed.memory_bytes();
-        if let Err(errno) = self.timed(|| doomed.destroy()) {
+        let destroy = || {
+            if memory_bytes > 0 {
+                self.allowed_ns.store(UNPIN_LIMIT_NS, Ordering::Release);
+            }
+            doomed.destroy()
+        };
+        if let Err(errno) = self.timed(destroy) {
             self.failed_destructions.fetch_add(1, Ordering::Relaxed);
             self.quarantined_bytes
                 .fetch_add(memory_bytes, Ordering::Relaxed);
@@ -337,6 +364,7 @@ impl Shared {
         }
         let result = run();
         self.busy_since_ns.store(outer, Ordering::Release);
+        self.allowed_ns.store(0, Ordering::Release);
         result
     }
 
@@ -438,6 +466,37 @@ mod tests {
         assert!(control.wait_closed(LIMIT));
         assert_eq!(control.stuck_for(), None);
         assert_eq!(control.waiting(), 0);
+    }
+
+    #[test]
+    fn a_job_is_overdue_only_beyond_what_it_may_take() {
+        let control = thread();
+        let (release, hang) = channel::bounded::<()>(0);
+        let (begun, begins) = channel::bounded(1);
+        let own = control.clone();
+        let job = move || {
+            own.allow(Duration::from_secs(3600));
+            begun.send(()).is_ok() && hang.recv().is_ok()
+        };
+        let long = control.submit(job).expect("room");
+        begins.recv().expect("it runs");
+        assert!(!control.is_overdue(Duration::ZERO));
+        release.send(()).expect("it waits");
+        assert!(long.wait_timeout(LIMIT).expect("an answer"));
+
+        let (release, hang) = channel::bounded::<()>(0);
+        let (begun, begins) = channel::bounded(1);
+        let job = move || begun.send(()).is_ok() && hang.recv().is_ok();
+        let hanging = control.submit(job).expect("room");
+        begins.recv().expect("it runs");
+        assert!(
+            control.is_overdue(Duration::ZERO),
+            "the allowance was the other job's"
+        );
+        release.send(()).expect("it waits");
+        assert!(hanging.wait_timeout(LIMIT).expect("an answer"));
+        control.destroy(Doomed::NotOpened);
+        assert!(control.wait_closed(LIMIT));
     }
 
     #[test]

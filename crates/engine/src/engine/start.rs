@@ -15,6 +15,7 @@ use super::{Engine, Inner, block};
 use crate::config::{EngineConfig, Transport};
 use crate::directory::Directory;
 use crate::memory::WILDCARD_LOCATION;
+use crate::nics::Recorder;
 use crate::publication::{Publication, StorePlace};
 use crate::service::{EngineService, Shared};
 use crate::tcp::{TcpPeers, TcpSide};
@@ -98,6 +99,8 @@ impl Engine {
         let _ = service.publication.set(publication.clone());
         if let Some(rdma) = &rdma {
             let _ = service.rdma.set(Arc::clone(rdma));
+            let recorder = Arc::new(Recorder(publication.clone()));
+            rdma.observe(recorder, config.events.clone())?;
         }
         runtime.spawn(publication.clone().run());
         Ok(Self {
@@ -151,13 +154,14 @@ fn rdma_record(name: &str, rdma: &RdmaTransport) -> LocalRecord {
     let nics = rdma.nics().iter();
     let names: Vec<String> = nics.map(|nic| nic.name().to_owned()).collect();
     let mut record = LocalRecord::new(base, Vec::new(), names.clone(), PublishOrder::Fixed);
-    let ports = rdma.nics().iter().map(|nic| {
-        let facts = nic.facts();
-        Edit::Port {
+    // A NIC that is not usable yet is entered by its observer.
+    let ports = rdma.nics().iter().filter_map(|nic| {
+        let facts = nic.facts()?;
+        Some(Edit::Port {
             local: nic.index(),
             gids: facts.gids.clone(),
             facts: facts.observed(),
-        }
+        })
     });
     let nics = LocationNics {
         preferred: names,

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use rerail_verbs::{AsyncEventKind, ObjectId};
 use tokio::runtime;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
@@ -19,6 +20,7 @@ use super::nic::Nic;
 use super::rail::Rail;
 use super::signaling::Signaling;
 use super::transfer::Transfer;
+use crate::machine::ids::LocalNic;
 
 mod task;
 
@@ -258,17 +260,30 @@ impl Connector {
         }
     }
 
-    /// Closes all endpoints of a local NIC, or of all NICs.
-    pub fn close_all(&self, nic: Option<u32>, reason: &str) {
+    /// Closes all endpoints of a local NIC, or of all NICs. Returns how many.
+    pub fn close_all(&self, nic: Option<u32>, reason: &str) -> usize {
         let table = self.table();
-        for ((local, _), here) in &table.current {
-            for current in here {
-                if nic.is_none_or(|nic| nic == *local) {
-                    let cause = CloseCause::Withdrawn(reason.to_owned());
-                    // One that is gone needs no closing.
-                    let _ = current.mailbox.send(Mail::Input(Input::Close(cause)));
-                }
-            }
+        let here = table.current.iter();
+        let here = here.filter(|((local, _), _)| nic.is_none_or(|nic| nic == *local));
+        let close = |current: &Current| {
+            let cause = CloseCause::Withdrawn(reason.to_owned());
+            // One that is gone needs no closing.
+            current.mailbox.send(Mail::Input(Input::Close(cause)))
+        };
+        here.flat_map(|(_, here)| here)
+            .map(close)
+            .filter(Result::is_ok)
+            .count()
+    }
+
+    /// A device reported an event of a queue pair: the endpoint that it belongs to, and no other,
+    /// is broken.
+    pub fn queue_pair_event(&self, local: LocalNic, queue_pair: ObjectId, kind: AsyncEventKind) {
+        let table = self.table();
+        let here = table.current.iter().filter(|((nic, _), _)| *nic == local.0);
+        for current in here.flat_map(|(_, here)| here) {
+            // One that is gone is broken already.
+            let _ = current.mailbox.send(Mail::QueuePairEvent(queue_pair, kind));
         }
     }
 

@@ -13,6 +13,7 @@
 //! | [`connector`] | which endpoint a rail or a request belongs to, and the machines' driver |
 //! | [`signaling`] | how Connection messages reach a peer |
 //! | [`events`] | what the engine is told of the rails, and asked |
+//! | [`watch`] | events and readings of the own ports, and what follows from them |
 //! | [`nic`], [`memory`], [`config`] | ports, registered memory, settings |
 //!
 //! # The way of a transfer
@@ -42,6 +43,7 @@ pub mod slab;
 pub mod slice;
 pub mod transfer;
 pub mod transport;
+pub mod watch;
 
 pub use config::RdmaConfig;
 pub use connector::Identity;
@@ -54,3 +56,4 @@ pub use signaling::{Boxed, SignalError, Signaling};
 pub use slice::{Piece, Slicing, Span};
 pub use transfer::{OnFinished, Transfer, TransferSpec};
 pub use transport::RdmaTransport;
+pub use watch::NicListener;

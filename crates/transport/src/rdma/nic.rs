@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
+use arc_swap::ArcSwapOption;
 use rerail_topology::gid::{Hysteresis, HysteresisTimes, PortTable, Selection, rank};
 use rerail_verbs::{
     AccessFlags, CompletionQueue, Context, Device, DeviceAttr, Gid, HostMemory, LinkLayer,
@@ -16,6 +16,7 @@ use rerail_verbs::{
 };
 
 use super::config::RdmaConfig;
+use super::watch::read_port;
 use crate::TransportError;
 use crate::machine::ids::LocalNic;
 use crate::machine::observer;
@@ -29,7 +30,10 @@ const OPEN_LIMIT: Duration = Duration::from_secs(60);
 /// Bytes that probes read to: the largest path MTU.
 const SCRATCH_BYTES: usize = 4096;
 
-/// What a port is at the moment.
+/// MTU of a port whose own is not known: every device carries it.
+const MTU_UNKNOWN: Mtu = Mtu::Mtu1024;
+
+/// What a port is at the moment, as endpoints that are made now use it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PortFacts {
     /// The row of the GID table that we connect with.
@@ -44,6 +48,8 @@ pub struct PortFacts {
     pub speed_mbps: u32,
     /// Link layer.
     pub link_layer: LinkLayer,
+    /// The P_Key at the index in use; `None` where the port has no table.
+    pub pkey: Option<u16>,
 }
 
 impl PortFacts {
@@ -54,11 +60,33 @@ impl PortFacts {
             link_layer: self.link_layer,
             lid: self.lid,
             gid: Some(self.gid.clone()),
-            pkey: None,
+            pkey: self.pkey,
             mtu: Some(self.mtu),
             speed_mbps: self.speed_mbps,
         }
     }
+
+    /// What the observer found, for new endpoints; `None` for a port without a GID to use.
+    pub(super) fn of(found: &observer::PortFacts, gids: &[Gid], mtu_max: Mtu) -> Option<Self> {
+        Some(Self {
+            gid: found.gid.clone()?,
+            gids: gids.to_vec(),
+            lid: found.lid,
+            mtu: found.mtu.unwrap_or(MTU_UNKNOWN).min(mtu_max),
+            speed_mbps: found.speed_mbps,
+            link_layer: found.link_layer,
+            pkey: found.pkey,
+        })
+    }
+}
+
+/// Which ports may be opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum PortWish {
+    /// Only one that can be used now.
+    Usable,
+    /// One that may become usable, too.
+    Any,
 }
 
 /// A port of a device that is open. Shared by all threads.
@@ -69,7 +97,7 @@ pub struct Nic {
     port: u32,
     attr: DeviceAttr,
     gate: AtomicBool,
-    facts: ArcSwap<PortFacts>,
+    facts: ArcSwapOption<PortFacts>,
     /// Where probes read to: nobody looks at it.
     scratch: MemoryRegion,
     // Dropped in this order, though verbs would keep it right in any.
@@ -82,15 +110,19 @@ impl Nic {
     /// Opens `port` of `device` as number `index` of this engine's NICs, called `name` in records
     /// and paths. Blocks; verbs run on the context's control thread.
     ///
+    /// With [`PortWish::Usable`] a port that is not active, or has no usable GID, is an error. With
+    /// [`PortWish::Any`] it is opened with its gate closed, and taken in once it is usable.
+    ///
     /// # Errors
     ///
-    /// A verb failed, or the port is not active or has no usable GID.
-    pub fn open(
+    /// A verb failed, or the port is not as wished.
+    pub(super) fn open(
         index: LocalNic,
         device: &Device,
         port: u32,
         name: &str,
         config: &RdmaConfig,
+        wish: PortWish,
     ) -> Result<Self, TransportError> {
         let context = device.open()?;
         let opened = context.clone();
@@ -98,7 +130,14 @@ impl Nic {
         let cqe_max = config.cqe_max;
         let pending = context.control().submit(move || {
             let attr = opened.device_attr()?;
-            let facts = read_port(&opened, port, &config)?;
+            let facts = match (first_facts(&opened, port, &config), wish) {
+                (Ok(facts), _) => Some(facts),
+                (Err(error @ TransportError::Port { .. }), PortWish::Any) => {
+                    tracing::warn!(%error, "the port is taken in once it is usable");
+                    None
+                }
+                (Err(error), _) => return Err(error),
+            };
             let pd = opened.alloc_pd()?;
             let cq = opened.create_cq(cqe_max.min(attr.max_cqe))?;
             let memory = HostMemory::allocate(SCRATCH_BYTES);
@@ -111,17 +150,19 @@ impl Nic {
             Ok::<_, TransportError>((attr, facts, pd, cq, scratch))
         })?;
         let (attr, facts, pd, cq, scratch) = pending.wait_timeout(OPEN_LIMIT)??;
-        tracing::info!(
-            nic = name, port, gid = %facts.gid.gid, gid_index = facts.gid.index,
-            mtu = facts.mtu.bytes(), speed_mbps = facts.speed_mbps, "NIC open"
-        );
+        if let Some(facts) = &facts {
+            tracing::info!(
+                nic = name, port, gid = %facts.gid.gid, gid_index = facts.gid.index,
+                mtu = facts.mtu.bytes(), speed_mbps = facts.speed_mbps, "NIC open"
+            );
+        }
         Ok(Self {
             index,
             name: name.to_owned(),
             port,
             attr,
-            gate: AtomicBool::new(true),
-            facts: ArcSwap::from_pointee(facts),
+            gate: AtomicBool::new(facts.is_some()),
+            facts: ArcSwapOption::from_pointee(facts),
             scratch,
             cq,
             pd,
@@ -169,14 +210,14 @@ impl Nic {
         &self.scratch
     }
 
-    /// What the port is at the moment.
-    pub fn facts(&self) -> Arc<PortFacts> {
+    /// What the port is, or was when it was last usable; `None` before it was usable once.
+    pub fn facts(&self) -> Option<Arc<PortFacts>> {
         self.facts.load_full()
     }
 
     /// Takes in a new reading of the port: endpoints made from now on use it.
-    pub fn set_facts(&self, facts: PortFacts) {
-        self.facts.store(Arc::new(facts));
+    pub(super) fn set_facts(&self, facts: PortFacts) {
+        self.facts.store(Some(Arc::new(facts)));
     }
 
     /// Whether work may be posted. Looked at before each post.
@@ -185,7 +226,7 @@ impl Nic {
     }
 
     /// Opens or closes the gate. Takes effect before the next post, whatever thread that is on.
-    pub fn set_gate(&self, open: bool) {
+    pub(super) fn set_gate(&self, open: bool) {
         self.gate.store(open, Ordering::Release);
     }
 
@@ -198,15 +239,17 @@ impl Nic {
         access: AccessFlags,
     ) -> Result<MemoryRegion, VerbsError> {
         let (pd, memory) = (self.pd.clone(), memory.clone());
-        let pending = self
-            .context
-            .control()
-            .submit(move || pd.register(&memory, offset, length, access))?;
+        let control = self.context.control().clone();
+        let pending = self.context.control().submit(move || {
+            control.allow(REGISTER_LIMIT);
+            pd.register(&memory, offset, length, access)
+        })?;
         pending.wait_timeout(REGISTER_LIMIT)?
     }
 }
 
-fn read_port(
+/// The first reading of a port, before it has an observer.
+fn first_facts(
     context: &Context,
     port: u32,
     config: &RdmaConfig,
@@ -216,19 +259,19 @@ fn read_port(
         port,
         reason,
     };
-    let attr = context.port_attr(port)?;
+    let reading = read_port(context, port, config.pkey_index)?;
+    let attr = &reading.attr;
     if !attr.state.is_active() {
         return Err(unusable(format!("it is {}, not ACTIVE", attr.state)));
     }
-    let entries = context.gid_table(port)?;
     let table = PortTable {
         device: context.name(),
         port,
         link_layer: attr.link_layer,
         table_len: Some(attr.gid_tbl_len),
-        entries: &entries,
-        unreadable: &[],
-        netdevs: &[],
+        entries: &reading.gids,
+        unreadable: &reading.unreadable,
+        netdevs: &reading.netdevs,
     };
     let ranking = rank(&table, &config.gids);
     let mut choice = Hysteresis::new(HysteresisTimes::default());
@@ -240,15 +283,13 @@ fn read_port(
     if let Some(warning) = ranking.warning() {
         tracing::warn!(device = context.name(), port, "{warning}");
     }
-    let mtu = attr
-        .active_mtu
-        .ok_or_else(|| unusable("its active MTU is unknown".into()))?;
     Ok(PortFacts {
         gid,
         gids: ranking.accepted().iter().map(|row| row.gid).collect(),
         lid: attr.lid,
-        mtu: mtu.min(config.mtu_max),
+        mtu: attr.active_mtu.unwrap_or(MTU_UNKNOWN).min(config.mtu_max),
         speed_mbps: attr.speed_mbps(),
         link_layer: attr.link_layer,
+        pkey: reading.pkeys.get(usize::from(config.pkey_index)).copied(),
     })
 }

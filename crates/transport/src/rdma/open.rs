@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rerail_verbs::{Device, DeviceList};
 
 use super::config::RdmaConfig;
-use super::nic::Nic;
+use super::nic::{Nic, PortWish};
 use crate::TransportError;
 use crate::machine::ids::LocalNic;
 
@@ -23,26 +23,32 @@ pub(super) fn open_nics(
         let (device, port) = find(list, wish)?;
         let name = name(&nics, device.name(), port);
         let index = LocalNic(nics.len() as u32);
-        nics.push(Arc::new(Nic::open(index, device, port, &name, config)?));
+        let nic = Nic::open(index, device, port, &name, config, PortWish::Usable)?;
+        nics.push(Arc::new(nic));
     }
     if !wanted.is_empty() {
         return Ok(nics);
     }
     let mut last_error = None;
+    let mut unusable = Vec::new();
     for device in list.devices() {
         // The first port has the device's name. A device is asked for its further ports once one
         // is open.
         let mut ports = 1;
         let mut port = 1;
         while port <= ports {
-            let name = name(&nics, device.name(), port);
-            match Nic::open(LocalNic(nics.len() as u32), device, port, &name, config) {
+            let (index, name) = next(&nics, device.name(), port);
+            match Nic::open(index, device, port, &name, config, PortWish::Usable) {
                 Ok(nic) => {
                     ports = nic.attr().phys_port_cnt.min(PORTS_MAX);
                     nics.push(Arc::new(nic));
                 }
                 Err(error) => {
-                    tracing::warn!(device = device.name(), port, %error, "port left out");
+                    if matches!(error, TransportError::Port { .. }) {
+                        unusable.push((device, port));
+                    } else {
+                        tracing::warn!(device = device.name(), port, %error, "port left out");
+                    }
                     last_error = Some(error);
                 }
             }
@@ -55,7 +61,22 @@ pub(super) fn open_nics(
             available: list.to_string(),
         }));
     }
+    // Behind those that work, so that readers who count positions meet them last.
+    for (device, port) in unusable {
+        let (index, name) = next(&nics, device.name(), port);
+        match Nic::open(index, device, port, &name, config, PortWish::Any) {
+            Ok(nic) => nics.push(Arc::new(nic)),
+            Err(error) => {
+                tracing::warn!(device = device.name(), port, %error, "port left out");
+            }
+        }
+    }
     Ok(nics)
+}
+
+/// Number and name of the next NIC.
+fn next(nics: &[Arc<Nic>], device: &str, port: u32) -> (LocalNic, String) {
+    (LocalNic(nics.len() as u32), name(nics, device, port))
 }
 
 /// The device of a wish `name` or `name:port`, and the port.

@@ -2,13 +2,17 @@
 //!
 //! These call verbs on the thread that they run on, which is the NIC's control thread.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use rerail_verbs::{
-    AccessFlags, InitAttr, PathAttr, QpCapacity, QpInit, QueuePair, RtrAttr, RtsAttr, VerbsError,
+    AccessFlags, InitAttr, PathAttr, QpCapacity, QpInit, QueuePair, RtrAttr, RtsAttr,
 };
 
 use super::config::RdmaConfig;
 use super::endpoint::{LocalEnds, PeerEnds};
-use super::nic::Nic;
+use super::nic::{Nic, PortFacts};
+use crate::TransportError;
 
 /// Reads in flight on a queue pair. C++ peers ask for 16 without looking at the device.
 const RD_ATOMIC: u32 = 16;
@@ -16,12 +20,16 @@ const RD_ATOMIC: u32 = 16;
 /// Verbs code of 0.64 ms: how long a peer waits when no receive is posted. None ever is.
 const MIN_RNR_TIMER: u8 = 12;
 
+/// How long RTR may rightly take: while the kernel resolves a neighbour that does not answer it
+/// takes a second, and a busy host adds to that.
+const RESOLVE_LIMIT: Duration = Duration::from_secs(2);
+
 /// Makes the queue pairs of an endpoint and moves them to INIT.
 pub(super) fn prepare(
     nic: &Nic,
     config: &RdmaConfig,
     psn: u32,
-) -> Result<(Vec<QueuePair>, LocalEnds), VerbsError> {
+) -> Result<(Vec<QueuePair>, LocalEnds), TransportError> {
     let capacity = QpCapacity {
         send_wr_max: config.send_wr_max.min(nic.attr().max_qp_wr),
         // Nothing is ever received, but some drivers refuse a queue of no entries.
@@ -48,7 +56,7 @@ pub(super) fn prepare(
         pair.to_init(&init)?;
         pairs.push(pair);
     }
-    let facts = nic.facts();
+    let facts = facts(nic)?;
     let ends = LocalEnds {
         gid: Some(facts.gid.gid),
         lid: facts.lid,
@@ -67,10 +75,14 @@ pub(super) fn raise(
     config: &RdmaConfig,
     local: &LocalEnds,
     peer: &PeerEnds,
-) -> Result<(), VerbsError> {
-    let facts = nic.facts();
+) -> Result<(), TransportError> {
+    let facts = facts(nic)?;
     // A peer that does not say its MTU gets our own: both ends have to agree (report H09).
     let path_mtu = peer.path_mtu.map_or(facts.mtu, |mtu| mtu.min(facts.mtu));
+    let count = u32::try_from(pairs.len()).unwrap_or(u32::MAX);
+    nic.context()
+        .control()
+        .allow(RESOLVE_LIMIT.saturating_mul(count));
     let served_by_peer = u32::from(peer.rd_atomic.unwrap_or(RD_ATOMIC as u8));
     for (pair, dest_qp_num) in pairs.iter().zip(&peer.qp_nums) {
         pair.to_rtr(&RtrAttr {
@@ -99,4 +111,12 @@ pub(super) fn raise(
         })?;
     }
     Ok(())
+}
+
+fn facts(nic: &Nic) -> Result<Arc<PortFacts>, TransportError> {
+    nic.facts().ok_or_else(|| TransportError::Port {
+        device: nic.context().name().to_owned(),
+        port: nic.port(),
+        reason: "it has not been usable yet".into(),
+    })
 }

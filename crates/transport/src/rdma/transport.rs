@@ -1,6 +1,6 @@
 //! The transport as a whole.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rerail_verbs::{AccessFlags, DeviceList, HostMemory, VerbsError};
@@ -21,7 +21,10 @@ use super::rail::{Peer, PeerSpec};
 use super::router::Router;
 use super::signaling::Signaling;
 use super::transfer::{OnFinished, Transfer, TransferSpec};
+use super::watch::{NicListener, Parts, Watch};
 use crate::TransportError;
+use crate::event::Events;
+use crate::machine::ids::LocalNic;
 
 /// Reports of data threads that may wait for the control runtime.
 const REPORTS_MAX: usize = 4096;
@@ -37,6 +40,9 @@ pub struct RdmaTransport {
     nics: Vec<Arc<Nic>>,
     connector: Connector,
     router: Arc<Router>,
+    runtime: runtime::Handle,
+    /// Stops first, since it acts on what is below.
+    watch: OnceLock<Watch>,
     dispatcher: JoinHandle<()>,
     // Last, so that data threads outlive whatever may still hand them something.
     threads: Vec<DataThread>,
@@ -97,6 +103,8 @@ impl RdmaTransport {
         let router = Arc::new(Router::new(nics.clone(), inboxes, connector.clone(), clock));
         let dispatcher = runtime.spawn(Arc::clone(&router).run(reports));
         Ok(Self {
+            runtime,
+            watch: OnceLock::new(),
             config,
             clock,
             identity,
@@ -106,6 +114,39 @@ impl RdmaTransport {
             dispatcher,
             threads,
         })
+    }
+
+    /// Starts to observe the NICs: from now on `listener` is told what is true of each, first of
+    /// all as it is now, and `events` everything that happens. Done once.
+    ///
+    /// # Errors
+    ///
+    /// The thread cannot be started.
+    pub fn observe(
+        &self,
+        listener: Arc<dyn NicListener>,
+        events: Events,
+    ) -> Result<(), TransportError> {
+        let watch = Watch::start(Parts {
+            nics: self.nics.clone(),
+            config: self.config.clone(),
+            clock: self.clock,
+            connector: self.connector.clone(),
+            router: Arc::clone(&self.router),
+            runtime: self.runtime.clone(),
+            listener,
+            events,
+        })?;
+        // A second thread would be stopped here.
+        let _ = self.watch.set(watch);
+        Ok(())
+    }
+
+    /// Has a NIC's port read, or all: something suggests that it differs from what is known.
+    pub fn recheck(&self, local: Option<LocalNic>) {
+        if let Some(watch) = self.watch.get() {
+            watch.hint(local);
+        }
     }
 
     /// Its settings.
@@ -201,6 +242,7 @@ impl RdmaTransport {
 
 impl Drop for RdmaTransport {
     fn drop(&mut self) {
+        drop(self.watch.take());
         self.threads.clear();
         // With the data threads gone, its channel is closed and it ends by itself; a runtime that
         // is being shut down may never run it again.

@@ -84,6 +84,19 @@ pub enum EventSubject {
     Other,
 }
 
+impl fmt::Display for EventSubject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device => f.write_str("device"),
+            Self::Port(port) => write!(f, "port {port}"),
+            Self::QueuePair(Some(_)) => f.write_str("queue pair"),
+            Self::QueuePair(None) => f.write_str("foreign queue pair"),
+            Self::CompletionQueue(_) => f.write_str("completion queue"),
+            Self::Other => f.write_str("other object"),
+        }
+    }
+}
+
 /// An asynchronous event, already acknowledged: it holds no reference to any verbs object.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AsyncEvent {

@@ -78,8 +78,8 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let mut events = args.common.events()?;
-    let engine = args.common.engine()?;
+    let events = args.common.events()?;
+    let engine = args.common.engine(&events)?;
     let segment = engine.open_segment(&args.segment).or_fail(
         format!("segment {} cannot be opened", args.segment),
         "start the target first, and give what it prints (without a store: its rpc=HOST:PORT)",
@@ -103,7 +103,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "the buffer cannot be registered",
         "raise the limit of locked memory (`ulimit -l unlimited`)",
     )?;
-    events.write("started", json!({"segment": args.segment}))?;
+    events.write("started", json!({"segment": args.segment}));
     let tallies = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..args.threads)
             .map(|thread| {
@@ -128,7 +128,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             .collect::<anyhow::Result<Vec<_>>>()
     })?;
     let report = Report::new(&tallies, engine.rails(&segment));
-    events.write("finished", serde_json::to_value(&report)?)?;
+    events.write("finished", serde_json::to_value(&report)?);
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&report)?)?;

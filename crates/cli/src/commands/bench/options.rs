@@ -3,12 +3,14 @@
 use std::fs::File;
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use clap::ValueEnum;
-use rerail_engine::{Engine, EngineConfig, Transport};
+use rerail_engine::{Engine, EngineConfig, Event, Events, Subscriber, Transport};
+use rerail_transport::machine::Time;
 use rerail_verbs::DeviceList;
-use serde_json::Value;
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
 
 use crate::failure::{Failure, ResultExt as _};
 
@@ -45,12 +47,13 @@ pub(super) struct Common {
 }
 
 impl Common {
-    /// Starts the engine.
-    pub(super) fn engine(&self) -> anyhow::Result<Engine> {
+    /// Starts the engine, which tells its events to `log`.
+    pub(super) fn engine(&self, log: &Arc<EventLog>) -> anyhow::Result<Engine> {
         let mut config = EngineConfig::new(&self.metadata, &self.name).or_fail(
             "the settings cannot be used",
             "correct the value that is named",
         )?;
+        config.events = Events::new(Arc::clone(log) as Arc<dyn Subscriber>);
         config.devices.clone_from(&self.device);
         if let Some(host) = &self.advertise {
             config.advertise = Some(host.clone());
@@ -70,7 +73,7 @@ impl Common {
     }
 
     /// Opens the file of events.
-    pub(super) fn events(&self) -> anyhow::Result<Events> {
+    pub(super) fn events(&self) -> anyhow::Result<Arc<EventLog>> {
         let file = match &self.events {
             None => None,
             Some(path) => Some(File::create(path).or_fail(
@@ -78,31 +81,44 @@ impl Common {
                 "name a file in a folder that exists and may be written",
             )?),
         };
-        Ok(Events {
-            file,
-            origin: Instant::now(),
-        })
+        Ok(Arc::new(EventLog(file.map(Mutex::new))))
     }
 }
 
-/// Where events go.
-pub(super) struct Events {
-    file: Option<File>,
-    origin: Instant,
+/// Where events go: one JSON object a line, with the machine's monotonic time in nanoseconds, so
+/// that the files of several processes can be laid side by side.
+pub(super) struct EventLog(Option<Mutex<File>>);
+
+impl EventLog {
+    /// Writes an event of the program's own.
+    pub(super) fn write(&self, event: &str, mut members: Value) {
+        members["event"] = json!(event);
+        self.line(members);
+    }
+
+    fn line(&self, mut event: Value) {
+        let Some(file) = &self.0 else {
+            return;
+        };
+        let now = clock_gettime(ClockId::Monotonic);
+        event["time_ns"] = json!(now.tv_sec * 1_000_000_000 + now.tv_nsec);
+        // One write a line: whoever reads along never sees half of one.
+        let line = format!("{event}\n");
+        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = file.write_all(line.as_bytes()) {
+            // Moving bytes goes on: it is what the program is for.
+            tracing::error!(%error, "an event cannot be written");
+        }
+    }
 }
 
-impl Events {
-    /// Writes an event with its time.
-    pub(super) fn write(&mut self, event: &str, details: Value) -> anyhow::Result<()> {
-        if let Some(file) = &mut self.file {
-            let time_ns = u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            let line = serde_json::json!({"time_ns": time_ns, "event": event, "details": details});
-            writeln!(file, "{line}").or_fail(
-                "an event cannot be written",
-                "make room where --events points to",
-            )?;
+impl Subscriber for EventLog {
+    fn event(&self, _at: Time, event: &Event) {
+        if self.0.is_some()
+            && let Ok(event) = serde_json::to_value(event)
+        {
+            self.line(event);
         }
-        Ok(())
     }
 }
 

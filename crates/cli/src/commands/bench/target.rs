@@ -24,12 +24,12 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.buffer_size == 0 {
         return Err(usage("--buffer-size is 0", "offer at least one byte"));
     }
-    let mut events = args.common.events()?;
+    let events = args.common.events()?;
     let memory = HostMemory::allocate(args.buffer_size).or_fail(
         format!("{} bytes cannot be mapped", args.buffer_size),
         "lower --buffer-size",
     )?;
-    let engine = args.common.engine()?;
+    let engine = args.common.engine(&events)?;
     engine.register(&memory, MemoryOptions::default()).or_fail(
         "the buffer cannot be registered",
         "raise the limit of locked memory (`ulimit -l unlimited`), or lower --buffer-size",
@@ -51,14 +51,14 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "ready {name} rpc={rpc}")?;
     out.flush()?;
-    events.write("ready", json!({"name": name, "rpc": rpc}))?;
+    events.write("ready", json!({"name": name, "rpc": rpc}));
     runtime.block_on(async {
         tokio::select! {
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
     });
-    events.write("stopping", json!({}))?;
+    events.write("stopping", json!({}));
     drop(engine);
     Ok(ExitCode::SUCCESS)
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rerail_verbs::QueuePair;
+use rerail_verbs::{AsyncEventKind, ObjectId, QueuePair};
 use tokio::sync::{mpsc, oneshot};
 
 use super::super::endpoint::{
@@ -36,6 +36,8 @@ pub(super) enum Mail {
     Request(Offer, oneshot::Sender<Answer>),
     /// A rail whose work is to be posted on it.
     Bind(Arc<Rail>),
+    /// A device's event of a queue pair, which may be one of the endpoint's.
+    QueuePairEvent(ObjectId, AsyncEventKind),
     /// The data thread has nothing of it any more, but holds these transfers for the fence.
     Drained(Vec<Arc<Transfer>>),
 }
@@ -125,7 +127,7 @@ impl EndpointTask {
                 Mail::Drained(held) => self.held.extend(held),
                 Mail::Request(offer, answer) => self.connector.deliver(offer, answer),
                 Mail::Bind(rail) => self.connector.want(&rail),
-                Mail::Input(_) | Mail::Prepared(_) => {}
+                Mail::Input(_) | Mail::Prepared(_) | Mail::QueuePairEvent(..) => {}
             }
         }
         self.held.iter().for_each(|transfer| transfer.release());
@@ -164,6 +166,13 @@ impl EndpointTask {
                     self.attach(&rail).await;
                 }
                 self.rails.push(rail);
+            }
+            Mail::QueuePairEvent(queue_pair, kind) => {
+                let own = |pairs: &Arc<Pairs>| pairs.0.iter().any(|pair| pair.id() == queue_pair);
+                if self.pairs.as_ref().is_some_and(own) {
+                    let cause = CloseCause::Broken(format!("the device reported {kind}"));
+                    self.machine.handle(now, Input::Close(cause));
+                }
             }
             Mail::Drained(held) => {
                 self.held.extend(held);

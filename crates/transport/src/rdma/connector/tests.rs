@@ -124,8 +124,8 @@ fn peer_of(own: &RdmaTransport, id: u64, peer: &RdmaTransport) -> Arc<Peer> {
     let nics = peer.nics().iter().map(|nic| PeerNic {
         index: nic.index().0,
         path: identity.path(nic),
-        gid: nic.facts().gid.gid,
-        lid: nic.facts().lid,
+        gid: nic.facts().expect("usable").gid.gid,
+        lid: nic.facts().expect("usable").lid,
     });
     own.peer(PeerSpec {
         id: PeerId(id),

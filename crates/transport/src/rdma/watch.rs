@@ -1,0 +1,449 @@
+//! The observers' driver: one thread that reads and acknowledges the events of all contexts.
+//!
+//! The thread waits for the contexts' event channels, for the kernel's link and address notices,
+//! and for its timers. It hands what it learns to one [`Observer`] a NIC and carries out what that
+//! decides: the gate first, then the endpoints, then the record, and at last the way back.
+//!
+//! Ports are read in the control runtime's pool of blocking threads, not on the NIC's control
+//! thread: moving a queue pair to RTR towards a neighbour that does not answer takes a second
+//! there, and news must not wait behind it. Whether the control thread hangs is looked at from
+//! outside ([`ControlThread::is_overdue`](rerail_verbs::ControlThread::is_overdue)).
+//!
+//! Deliberately not here: what an event means ([`observer`](crate::machine::observer)), and the
+//! record.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam::queue::SegQueue;
+use rerail_verbs::{Gid, VerbsError};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::time::Timespec;
+use tokio::runtime;
+
+use super::config::RdmaConfig;
+use super::connector::Connector;
+use super::data_thread::Clock;
+use super::nic::{Nic, PortFacts};
+use super::router::Router;
+use crate::TransportError;
+use crate::event::{Event, Events};
+use crate::machine::ids::LocalNic;
+use crate::machine::observer::{
+    self, Action, CloseCause, Input, Observer, ObserverConfig, Outcome, ReadId,
+};
+use crate::machine::rail::LocalGate;
+use crate::machine::{Machine, Time, drive};
+
+mod hints;
+mod read;
+
+use hints::Hints;
+pub(super) use read::read_port;
+
+/// Events taken from one context before the others have their turn.
+const EVENTS_MAX: usize = 64;
+
+/// Longest sleep: then it is looked at whether control threads hang.
+const SLEEP_MAX: Duration = Duration::from_millis(250);
+
+/// A verb that has run longer than it rightly may is taken for hung.
+const VERB_LIMIT: Duration = Duration::from_secs(1);
+
+/// Who is told what becomes of the own NICs.
+pub trait NicListener: Send + Sync {
+    /// A port differs from what was told before: for the record. `gids` are those that peers may
+    /// use, best first; none while the port is down.
+    fn port(&self, local: LocalNic, facts: observer::PortFacts, gids: Vec<Gid>);
+}
+
+/// What reaches the thread from others.
+enum Mail {
+    /// A port was read.
+    Read {
+        nic: usize,
+        epoch: u32,
+        read: ReadId,
+        result: Result<observer::PortReading, VerbsError>,
+    },
+    /// A device could not be opened again.
+    NotReopened { nic: usize, epoch: u32 },
+    /// Something suggests that a port, or all, may differ.
+    Hint(Option<LocalNic>),
+}
+
+struct Shared {
+    /// Not bounded by itself: a reading that is out a port, and hints, which are made one by one
+    /// for errors.
+    mail: SegQueue<Mail>,
+    wake: OwnedFd,
+    stop: AtomicBool,
+}
+
+impl Shared {
+    fn send(&self, mail: Mail) {
+        self.mail.push(mail);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        // It fails only when it is full of wakes that are not taken yet.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+}
+
+/// The running thread. Stops and is waited for when dropped.
+pub(super) struct Watch {
+    shared: Arc<Shared>,
+    handle: Option<JoinHandle<()>>,
+}
+
+/// What the thread works on.
+pub(super) struct Parts {
+    pub(super) nics: Vec<Arc<Nic>>,
+    pub(super) config: RdmaConfig,
+    pub(super) clock: Clock,
+    pub(super) connector: Connector,
+    pub(super) router: Arc<Router>,
+    pub(super) runtime: runtime::Handle,
+    pub(super) listener: Arc<dyn NicListener>,
+    pub(super) events: Events,
+}
+
+impl Watch {
+    /// Starts the thread, whose first act is to read every port.
+    pub(super) fn start(parts: Parts) -> Result<Self, TransportError> {
+        let failed = |error: std::io::Error| TransportError::Thread {
+            reason: error.to_string(),
+        };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| failed(errno.into()))?;
+        let shared = Arc::new(Shared {
+            mail: SegQueue::new(),
+            wake,
+            stop: AtomicBool::new(false),
+        });
+        let mut watcher = Watcher::new(parts, Arc::clone(&shared));
+        let handle = std::thread::Builder::new()
+            .name("observer".into())
+            .spawn(move || watcher.run())
+            .map_err(failed)?;
+        Ok(Self {
+            shared,
+            handle: Some(handle),
+        })
+    }
+
+    /// Has a NIC's port read, or all: something suggests that it differs.
+    pub(super) fn hint(&self, local: Option<LocalNic>) {
+        self.shared.send(Mail::Hint(local));
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.wake();
+        if let Some(handle) = self.handle.take()
+            && handle.join().is_err()
+        {
+            tracing::error!("the observer's thread panicked");
+        }
+    }
+}
+
+struct Entry {
+    nic: Arc<Nic>,
+    observer: Observer,
+}
+
+struct Watcher {
+    parts: Parts,
+    shared: Arc<Shared>,
+    entries: Vec<Entry>,
+    hints: Hints,
+}
+
+impl Watcher {
+    fn new(parts: Parts, shared: Arc<Shared>) -> Self {
+        let now = parts.clock.now();
+        let config = ObserverConfig {
+            pkey_index: parts.config.pkey_index,
+            ..ObserverConfig::default()
+        };
+        let entries = parts.nics.iter().map(|nic| Entry {
+            observer: Observer::new(
+                now,
+                config,
+                nic.context().name(),
+                &parts.config.gids,
+                [nic.port()],
+                rand::random(),
+            ),
+            nic: Arc::clone(nic),
+        });
+        Self {
+            entries: entries.collect(),
+            hints: Hints::open(),
+            parts,
+            shared,
+        }
+    }
+
+    fn run(&mut self) {
+        while !self.shared.stop.load(Ordering::Acquire) {
+            let now = self.parts.clock.now();
+            let due = self.step(now);
+            self.wait(due);
+        }
+    }
+
+    /// One round. Returns when the next is due at the latest.
+    fn step(&mut self, now: Time) -> Time {
+        let mut due = now + SLEEP_MAX;
+        if self.hints.take(now) {
+            self.hint(now, None);
+        }
+        while let Some(mail) = self.shared.mail.pop() {
+            self.read_mail(now, mail);
+        }
+        for index in 0..self.entries.len() {
+            self.take_events(now, index);
+            self.check_control(now, index);
+            self.drive(now, index);
+            let next = self.entries[index].observer.next_timeout();
+            due = due.min(next.unwrap_or(due));
+        }
+        due.min(self.hints.next_timeout().unwrap_or(due))
+    }
+
+    fn wait(&self, due: Time) {
+        let left = due.saturating_since(self.parts.clock.now());
+        let contexts: Vec<_> = self
+            .entries
+            .iter()
+            .filter(|entry| entry.observer.is_alive())
+            .map(|entry| entry.nic.context())
+            .collect();
+        let channels = contexts.iter().filter_map(|context| context.async_fd());
+        let fds = [self.shared.wake.as_fd()]
+            .into_iter()
+            .chain(self.hints.fd())
+            .chain(channels);
+        let mut fds: Vec<_> = fds
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .collect();
+        let limit = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
+        // An interrupted wait is as good as a short one.
+        let _ = poll(&mut fds, Some(&limit));
+        let mut counter = [0_u8; 8];
+        // Empty when nobody woke it.
+        let _ = rustix::io::read(&self.shared.wake, &mut counter);
+    }
+
+    fn hint(&mut self, now: Time, local: Option<LocalNic>) {
+        for entry in &mut self.entries {
+            if local.is_none_or(|local| local == entry.nic.index()) {
+                entry.observer.handle(now, Input::Hint { port: None });
+            }
+        }
+    }
+
+    fn read_mail(&mut self, now: Time, mail: Mail) {
+        match mail {
+            Mail::Hint(local) => self.hint(now, local),
+            Mail::NotReopened { nic, epoch } => {
+                if let Some(entry) = self.entries.get_mut(nic) {
+                    entry.observer.handle(now, Input::ReopenFailed { epoch });
+                }
+            }
+            Mail::Read {
+                nic,
+                epoch,
+                read,
+                result,
+            } => {
+                let result = result.map_err(|error| read::failure(&error));
+                let input = Input::PortRead {
+                    epoch,
+                    read,
+                    result,
+                };
+                if let Some(entry) = self.entries.get_mut(nic) {
+                    entry.observer.handle(now, input);
+                }
+            }
+        }
+    }
+
+    /// Reads a context's event channel until it is empty. What is taken is acknowledged.
+    fn take_events(&mut self, now: Time, index: usize) {
+        for _ in 0..EVENTS_MAX {
+            let entry = &mut self.entries[index];
+            if !entry.observer.is_alive() {
+                return;
+            }
+            let epoch = entry.observer.epoch();
+            let event = match entry.nic.context().next_event() {
+                Ok(None) => return,
+                Ok(Some(event)) => event,
+                Err(error) => {
+                    let errno = read::failure(&error).errno;
+                    let input = Input::ChannelFailed { epoch, errno };
+                    entry.observer.handle(now, input);
+                    return;
+                }
+            };
+            let seen = Event::Seen {
+                nic: entry.nic.name().to_owned(),
+                kind: event.kind.to_string(),
+                subject: event.subject.to_string(),
+            };
+            entry.observer.handle(now, Input::Event { epoch, event });
+            // Bad news takes effect before anybody is told of it.
+            self.drive(now, index);
+            self.parts.events.tell(now, &seen);
+        }
+    }
+
+    fn check_control(&mut self, now: Time, index: usize) {
+        let entry = &mut self.entries[index];
+        if entry.observer.is_alive() && entry.nic.context().control().is_overdue(VERB_LIMIT) {
+            let epoch = entry.observer.epoch();
+            let verb = "a verb of the control thread";
+            entry.observer.handle(now, Input::VerbHung { epoch, verb });
+        }
+    }
+
+    fn drive(&mut self, now: Time, index: usize) {
+        let Self {
+            parts,
+            shared,
+            entries,
+            ..
+        } = self;
+        let Entry { nic, observer } = &mut entries[index];
+        let epoch = observer.epoch();
+        drive(observer, now, |action| {
+            act(parts, shared, nic, epoch, now, action);
+        });
+    }
+}
+
+/// Carries out what the observer of `nic` wants.
+fn act(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u32, now: Time, action: Action) {
+    let name = nic.name();
+    match action {
+        Action::ReadPort(read) => read_in_pool(parts, shared, nic, epoch, read),
+        Action::Report { outcome, .. } => report(parts, name, now, &outcome),
+        Action::CloseGate { cause, .. } => {
+            nic.set_gate(false);
+            let (gate, cause) = match cause {
+                CloseCause::ContextDead(cause) => (LocalGate::Dead, cause.to_string()),
+                CloseCause::Event(kind) => (LocalGate::Closed, kind.to_string()),
+                CloseCause::Outcome => (LocalGate::Closed, "the port was read".to_owned()),
+            };
+            parts.router.local_gate(nic.index(), gate);
+            tracing::warn!(nic = name, %cause, "gate closed");
+            let nic = name.to_owned();
+            parts.events.tell(now, &Event::GateClosed { nic, cause });
+        }
+        Action::CutEndpoints { cause, .. } => {
+            let cause = cut_cause(cause);
+            let endpoints = parts.connector.close_all(Some(nic.index().0), &cause);
+            let cut = Event::EndpointsCut {
+                nic: name.to_owned(),
+                endpoints,
+                cause,
+            };
+            parts.events.tell(now, &cut);
+        }
+        Action::Publish { facts, gids, .. } => {
+            let mtu_max = parts.config.mtu_max;
+            if let Some(facts) = PortFacts::of(&facts, &gids, mtu_max).filter(|_| facts.up) {
+                nic.set_facts(facts);
+            }
+            parts.listener.port(nic.index(), facts, gids);
+        }
+        Action::ReplaceLazily { changes, .. } => {
+            tracing::info!(nic = name, ?changes, "connections made from now on use it");
+        }
+        Action::HalfOpen { endpoints_kept, .. } => {
+            nic.set_gate(true);
+            let gate = LocalGate::Open { endpoints_kept };
+            parts.router.local_gate(nic.index(), gate);
+            tracing::info!(nic = name, endpoints_kept, "gate open");
+            let nic = name.to_owned();
+            parts.events.tell(now, &Event::GateOpened { nic });
+        }
+        Action::EndpointEvent { queue_pair, kind } => {
+            parts
+                .connector
+                .queue_pair_event(nic.index(), queue_pair, kind);
+        }
+        Action::ReleaseContext { cause } => {
+            tracing::error!(nic = name, %cause, "the device is given up");
+            let released = Event::ContextReleased {
+                nic: name.to_owned(),
+                cause: cause.to_string(),
+            };
+            parts.events.tell(now, &released);
+        }
+        Action::Reopen { epoch } => shared.send(Mail::NotReopened {
+            nic: nic.index().0 as usize,
+            epoch,
+        }),
+    }
+}
+
+fn read_in_pool(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u32, read: ReadId) {
+    let (context, shared) = (nic.context().clone(), Arc::clone(shared));
+    let (index, pkey_index) = (nic.index().0 as usize, parts.config.pkey_index);
+    parts.runtime.spawn_blocking(move || {
+        let result = read_port(&context, read.port, pkey_index);
+        shared.send(Mail::Read {
+            nic: index,
+            epoch,
+            read,
+            result,
+        });
+    });
+}
+
+fn report(parts: &Parts, nic: &str, now: Time, outcome: &Outcome) {
+    let (outcome, detail) = match outcome {
+        Outcome::Unchanged => ("unchanged", String::new()),
+        Outcome::Moved => ("moved", String::new()),
+        Outcome::Changed(changes) => ("changed", format!("{changes:?}")),
+        Outcome::Failed { reason, repeated } => {
+            if *repeated {
+                tracing::debug!(nic, %reason, "the port is not usable still");
+            } else {
+                tracing::error!(nic, %reason, "the port is not usable");
+            }
+            ("failed", reason.to_string())
+        }
+    };
+    tracing::debug!(nic, outcome, detail, "port read");
+    let read = Event::PortRead {
+        nic: nic.to_owned(),
+        outcome,
+        detail,
+    };
+    parts.events.tell(now, &read);
+}
+
+fn cut_cause(cause: observer::CutCause) -> String {
+    match cause {
+        observer::CutCause::Moved => "its GID stands at another index".to_owned(),
+        observer::CutCause::Changed(changes) => format!("its port changed: {changes:?}"),
+        observer::CutCause::Failed(reason) => reason.to_string(),
+        observer::CutCause::ContextDead(cause) => cause.to_string(),
+    }
+}
