@@ -268,12 +268,11 @@ impl Connector {
         let close = |current: &Current| {
             let cause = CloseCause::Withdrawn(reason.to_owned());
             // One that is gone needs no closing.
-            current.mailbox.send(Mail::Input(Input::Close(cause)))
+            let close = Mail::Input(Input::Close(cause));
+            current.mailbox.send(close).is_ok()
         };
-        here.flat_map(|(_, here)| here)
-            .map(close)
-            .filter(Result::is_ok)
-            .count()
+        let here = here.flat_map(|(_, here)| here);
+        here.map(close).filter(|closing| *closing).count()
     }
 
     /// A device reported an event of a queue pair: the endpoint that it belongs to, and no other,
