@@ -6,6 +6,7 @@
 
 mod commands;
 mod failure;
+mod process_list;
 
 use std::process::ExitCode;
 
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
     if let Err(error) = init_logging() {
         return failure::report(&error);
     }
+    process_list::warn_of_secrets(std::env::args());
     match cli.command.run() {
         Ok(code) => code,
         Err(error) => failure::report(&error),

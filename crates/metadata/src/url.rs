@@ -11,8 +11,7 @@ const SCHEMES: [(&str, &str, bool); 5] = [
     ("redis", "redis", cfg!(feature = "redis")),
     ("rediss", "redis", cfg!(feature = "redis")),
     ("http", "http", cfg!(feature = "http")),
-    // Known, and refused: no build has TLS for HTTP yet.
-    ("https", "http", false),
+    ("https", "http", cfg!(feature = "http")),
 ];
 
 /// Port of etcd where the URL names none.
@@ -98,6 +97,15 @@ impl StoreUrl {
                     known_schemes()
                 ),
             )),
+        }
+    }
+
+    /// True if there is a password in it.
+    pub fn has_secret(&self) -> bool {
+        match self {
+            Self::Etcd { user, .. } | Self::Http { user, .. } => user.is_some(),
+            Self::Redis { password, .. } => password.is_some(),
+            Self::Memory { .. } | Self::PeerToPeer => false,
         }
     }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use clap::Subcommand;
 use rerail_metadata::{Change, Follow, MetadataStore, Record, StoreOptions, StoreUrl, connect};
 use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::failure::ResultExt as _;
 
@@ -68,7 +69,7 @@ enum Command {
         #[arg(default_value = "")]
         prefix: String,
     },
-    /// Print the records under a prefix, then every change, until interrupted.
+    /// Print the records under a prefix, then every change, until SIGINT or SIGTERM.
     Watch {
         #[command(flatten)]
         store: Store,
@@ -80,7 +81,7 @@ enum Command {
 
 #[derive(clap::Args)]
 struct Store {
-    /// The store: etcd://H:P[,H:P…], redis://H:P, rediss://H:P, http://H:P/metadata.
+    /// The store: etcd://H:P[,H:P…], redis://H:P, rediss://H:P, http://H:P/metadata, https://….
     #[arg(
         long,
         value_name = "URL",
@@ -221,13 +222,15 @@ async fn watch(store: &Store, prefix: &str) -> anyhow::Result<ExitCode> {
     let mut follow = Follow::new(opened, prefix)
         .await
         .or_fail(format!("cannot watch {prefix:?}"), REMEDY)?;
+    let mut interrupt =
+        signal(SignalKind::interrupt()).or_fail("cannot wait for SIGINT", "report this")?;
+    let mut terminate =
+        signal(SignalKind::terminate()).or_fail("cannot wait for SIGTERM", "report this")?;
     loop {
         let change = tokio::select! {
             change = follow.next() => change,
-            signal = tokio::signal::ctrl_c() => {
-                signal.or_fail("cannot wait for SIGINT", "report this")?;
-                return Ok(ExitCode::SUCCESS);
-            }
+            _ = interrupt.recv() => return Ok(ExitCode::SUCCESS),
+            _ = terminate.recv() => return Ok(ExitCode::SUCCESS),
         };
         let mut out = io::stdout().lock();
         match change {

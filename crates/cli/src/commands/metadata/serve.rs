@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rerail_metadata::Secret;
 use rerail_metadata::server::{MetadataServer, ServerOptions};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -52,6 +53,7 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
             .filter(|token| !token.is_empty())
             .map(Secret::new),
     };
+    raise_file_limit();
     let server = MetadataServer::open(options).or_fail(
         "cannot open the data",
         "give --data-dir a directory that can be written and that no other server uses",
@@ -83,10 +85,9 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
         let _ = stopped.await;
     }));
     tokio::select! {
-        // Only a failure ends it before it is told to.
+        // Nothing but a panic ends it before it is told to.
         ended = &mut serving => {
-            ended.or_fail("the server ended", "see the log")?
-                .or_fail("the server ended", "see the log")?;
+            ended.or_fail("the server ended", "see the log")?;
             return Ok(ExitCode::SUCCESS);
         }
         _ = interrupt.recv() => {}
@@ -94,11 +95,22 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
     let _ = stop.send(());
     match tokio::time::timeout(STOP_MAX, &mut serving).await {
-        Ok(ended) => ended
-            .or_fail("the server ended", "see the log")?
-            .or_fail("the server ended", "see the log")?,
+        Ok(ended) => ended.or_fail("the server ended", "see the log")?,
         // What was acknowledged is on disk; a client that does not read must not hold us up.
         Err(_) => serving.abort(),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Every client holds two connections or more, and the usual limit of 1 024 open files would end at
+/// a few hundred of them. The limit that only an administrator can raise stays.
+fn raise_file_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    if limit.current == limit.maximum {
+        return;
+    }
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "cannot raise the limit on open files");
+    }
 }
