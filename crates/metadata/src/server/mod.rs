@@ -20,6 +20,7 @@
 //! as `value_hex`. Not here: TLS (put a proxy before it) and replication.
 
 mod disk;
+mod listen;
 mod routes;
 mod table;
 mod wire;
@@ -27,7 +28,6 @@ mod wire;
 #[cfg(test)]
 mod tests;
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -54,8 +54,15 @@ pub struct ServerLimits {
     pub records_max: usize,
     /// Most leases.
     pub leases_max: usize,
+    /// Most connections at one time; who comes later waits until one has ended.
+    pub connections_max: usize,
+    /// Longest time that a connection may send no request, take to send the head of one, or not
+    /// take its answer.
+    pub idle_max: Duration,
     /// Most requests in work at one time, watches not counted.
     pub requests_max: usize,
+    /// Longest time for one request, its body and the disk included, watches not counted.
+    pub request_time_max: Duration,
     /// Most watches waiting at one time.
     pub watches_max: usize,
     /// Most events kept for watches that are away for a moment.
@@ -75,7 +82,10 @@ impl Default for ServerLimits {
             total_bytes_max: 4 << 30,
             records_max: 1 << 20,
             leases_max: 1 << 17,
+            connections_max: 1 << 15,
+            idle_max: Duration::from_secs(30),
             requests_max: 1 << 12,
+            request_time_max: Duration::from_secs(60),
             watches_max: 1 << 14,
             events_max: 1 << 14,
             event_bytes_max: 64 << 20,
@@ -156,34 +166,22 @@ impl MetadataServer {
         routes::router(self.clone())
     }
 
-    /// Serves until `shutdown` completes; requests in flight are finished, watches answered.
-    ///
-    /// # Errors
-    ///
-    /// [`MetadataError::Unavailable`] if the listener fails.
+    /// Serves until `shutdown` completes; then requests in flight are finished, and watches are
+    /// answered. A connection that cannot be accepted is logged, and the next one is tried.
     pub async fn serve(
         self,
         listener: tokio::net::TcpListener,
         shutdown: impl Future<Output = ()> + Send + 'static,
-    ) -> Result<(), MetadataError> {
+    ) {
         let shared = Arc::clone(&self.shared);
-        let address = listener.local_addr().ok();
         let until = async move {
             shutdown.await;
             // Wakes every watch, which then sees that the server stops.
             shared.watches.close();
             shared.revision.send_modify(|_| {});
         };
-        axum::serve(listener, self.router())
-            .with_graceful_shutdown(until)
-            .await
-            .map_err(|error| MetadataError::Unavailable {
-                store: address.map_or_else(String::new, |address: SocketAddr| {
-                    format!("http://{address}/metadata")
-                }),
-                operation: "serve",
-                reason: error.to_string(),
-            })
+        let limits = &self.shared.options.limits;
+        listen::serve(listener, self.router(), limits, until).await;
     }
 }
 

@@ -86,9 +86,17 @@ async fn authorize(State(server): State<MetadataServer>, request: Request, next:
         // Watches wait, and have a bound of their own.
         return next.run(request).await;
     }
-    match server.shared.requests.try_acquire() {
-        Ok(_permit) => next.run(request).await,
-        Err(_) => Rejection::Busy("too many requests").into_response(),
+    let Ok(_permit) = server.shared.requests.try_acquire() else {
+        return Rejection::Busy("too many requests").into_response();
+    };
+    let limit = server.shared.options.limits.request_time_max;
+    // A client that sends its body byte by byte must not hold a place for ever.
+    match tokio::time::timeout(limit, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => {
+            let text = format!("not complete within {} ms", limit.as_millis());
+            (StatusCode::REQUEST_TIMEOUT, text).into_response()
+        }
     }
 }
 

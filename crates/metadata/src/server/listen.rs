@@ -1,0 +1,113 @@
+//! Connections: how many there are, and how long one may do nothing.
+//!
+//! Slow and silent clients are bounded here, since nobody else sees them: a head that does not end
+//! and a connection that sends no further request are closed after
+//! [`idle_max`](super::ServerLimits::idle_max), and one whose client does not take its answer, too.
+//! A body that does not end is bounded in `routes`, by the request's time.
+
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use socket2::SockRef;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+
+use super::ServerLimits;
+
+/// Pause after a connection could not be accepted: most often there are no file descriptors left,
+/// and trying at once would only burn the processor.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Serves until `shutdown` completes, and then until the last connection has ended. Dropping it
+/// cuts all of them.
+pub(super) async fn serve(
+    listener: TcpListener,
+    router: Router,
+    limits: &ServerLimits,
+    shutdown: impl Future<Output = ()>,
+) {
+    let places = Arc::new(Semaphore::new(limits.connections_max));
+    let (stop, stopping) = watch::channel(false);
+    // Ended with this future, whatever ends it.
+    let mut connections = tokio::task::JoinSet::new();
+    let mut shutdown = pin!(shutdown);
+    loop {
+        // Without a place nobody is accepted: who is new waits in the kernel's queue for the idle
+        // ones to be closed.
+        let next = async {
+            let place = Arc::clone(&places).acquire_owned().await;
+            (place, listener.accept().await)
+        };
+        let (place, accepted) = tokio::select! {
+            next = next => next,
+            // Keeps the set from growing with what has ended.
+            Some(_) = connections.join_next() => continue,
+            () = &mut shutdown => break,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                let (router, idle_max) = (router.clone(), limits.idle_max);
+                let stopping = stopping.clone();
+                connections.spawn(async move {
+                    let _place = place;
+                    converse(stream, router, idle_max, stopping).await;
+                });
+            }
+            // The client has gone before it was accepted.
+            Err(error) if is_of_connection(&error) => {}
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection, trying again");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    stop.send_replace(true);
+    while connections.join_next().await.is_some() {}
+}
+
+async fn converse(
+    stream: TcpStream,
+    router: Router,
+    idle_max: Duration,
+    mut stopping: watch::Receiver<bool>,
+) {
+    // Answers are short and awaited.
+    let _ = stream.set_nodelay(true);
+    // What the client does not acknowledge, or has no room for, for this long ends the connection.
+    let _ = SockRef::from(&stream).set_tcp_user_timeout(Some(idle_max));
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(idle_max)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    let mut connection = pin!(connection);
+    let stopped = async {
+        // An error means that the server is gone, which cuts this task as well.
+        let _ = stopping.wait_for(|stopping| *stopping).await;
+    };
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = stopped => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%error, "a connection has ended early");
+    }
+}
+
+fn is_of_connection(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionRefused
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::ConnectionReset
+    )
+}
