@@ -21,7 +21,7 @@ mod secret;
 #[cfg(feature = "server")]
 pub mod server;
 mod store;
-#[cfg(any(feature = "etcd", feature = "redis"))]
+#[cfg(any(feature = "etcd", feature = "redis", feature = "http"))]
 mod tls;
 mod url;
 

@@ -28,7 +28,8 @@ pub struct StoreOptions {
     pub redis_database: Option<u8>,
     /// etcd's `--max-request-bytes`.
     pub etcd_request_bytes_max: usize,
-    /// Files for TLS. With any of them set, etcd is spoken to over TLS only.
+    /// Files for TLS. With any of them set, etcd is spoken to over TLS only, and `redis://` and
+    /// `http://` are refused.
     pub tls: TlsFiles,
 }
 

@@ -5,57 +5,104 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use common::{Process, free_port, wait_for_port};
+use common::forward::Forward;
+use common::{Process, START_MAX, full};
 use rerail_metadata::server::{MetadataServer, ServerOptions};
 use rerail_metadata::{
-    HttpStore, KeySpace, MetadataStore, OwnedOptions, OwnedRecords, StoreOptions,
+    Change, Follow, HttpStore, KeySpace, MetadataError, MetadataStore, OwnedEvent, OwnedOptions,
+    OwnedRecords, StoreOptions,
 };
 
-const PORT: &str = "RERAIL_TEST_SERVER_PORT";
-const DIR: &str = "RERAIL_TEST_SERVER_DIR";
+const PORT_FILE: &str = "RERAIL_TEST_SERVER_PORT_FILE";
+const DATA_DIR: &str = "RERAIL_TEST_SERVER_DIR";
 
 /// No test: what the other processes of this file run. Returns at once when nobody asked.
 #[tokio::test]
 async fn serve_when_asked() {
-    let Ok(port) = std::env::var(PORT) else {
+    let Some(port_file) = std::env::var_os(PORT_FILE).map(PathBuf::from) else {
         return;
     };
     let mut options = ServerOptions::default();
-    options.data_dir = std::env::var_os(DIR).map(Into::into);
+    options.data_dir = std::env::var_os(DATA_DIR).map(Into::into);
     let server = MetadataServer::open(options).expect("opened");
-    let address = format!("127.0.0.1:{port}");
-    let listener = tokio::net::TcpListener::bind(address)
-        .await
-        .expect("listens");
-    server
-        .serve(listener, std::future::pending())
-        .await
-        .expect("serves");
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
+    let listener = listener.expect("listens");
+    let port = listener.local_addr().expect("an address").port();
+    // Renamed, so that nobody reads half of it.
+    let part = port_file.with_extension("part");
+    std::fs::write(&part, port.to_string()).expect("written");
+    std::fs::rename(&part, &port_file).expect("renamed");
+    server.serve(listener, std::future::pending()).await;
 }
 
-fn start(port: u16, dir: Option<&Path>) -> Process {
-    let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command
-        .args(["--exact", "serve_when_asked"])
-        .env(PORT, port.to_string());
-    if let Some(dir) = dir {
-        command.env(DIR, dir);
+/// A server process on a port of its own choice, and the address under which clients know it.
+struct Server {
+    process: Process,
+    port: u16,
+}
+
+impl Server {
+    fn start(data_dir: Option<&Path>) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let port_file = dir.path().join("port");
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command
+            .args(["--exact", "serve_when_asked"])
+            .env(PORT_FILE, &port_file);
+        if let Some(dir) = data_dir {
+            command.env(DATA_DIR, dir);
+        }
+        let process = Process::start(&mut command);
+        let started = Instant::now();
+        let port = loop {
+            if let Ok(port) = std::fs::read_to_string(&port_file) {
+                break port.parse().expect("a port");
+            }
+            assert!(started.elapsed() < START_MAX, "the server does not start");
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        Self { process, port }
     }
-    let process = Process::start(&mut command);
-    wait_for_port(port);
-    process
 }
 
-fn client(port: u16) -> HttpStore {
-    let url = format!("http://127.0.0.1:{port}/metadata");
+fn client(service: &Forward) -> HttpStore {
+    let url = format!("http://{}/metadata", service.address);
     HttpStore::new(&url, None, &StoreOptions::default()).expect("a client")
+}
+
+fn text(value: &'static str) -> Bytes {
+    Bytes::from_static(value.as_bytes())
+}
+
+async fn until_up<T, F: Future<Output = Result<T, MetadataError>>>(what: impl Fn() -> F) -> T {
+    for _ in 0..100 {
+        match what().await {
+            Ok(done) => return done,
+            Err(error) => assert!(error.is_retryable(), "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    panic!("the store does not come back");
+}
+
+async fn until_followed(follow: &mut Follow, key: &str, value: &str) {
+    let wanted = async {
+        loop {
+            match follow.next().await.expect("the watch lives") {
+                Change::Put(record) if record.key == key && record.value == value => return,
+                _ => {}
+            }
+        }
+    };
+    let waited = tokio::time::timeout(Duration::from_secs(40), wanted).await;
+    assert!(waited.is_ok(), "{key} = {value} does not come");
 }
 
 #[tokio::test]
@@ -63,17 +110,18 @@ async fn kill_9_at_any_moment_loses_no_acknowledged_write() {
     const ROUNDS: u64 = 6;
     const WRITERS: u64 = 8;
     let dir = tempfile::tempdir().expect("a directory");
-    let port = free_port();
+    let service = Forward::to(0).await;
     // What was acknowledged last for each key; `None` for a deletion.
     let acknowledged: Arc<Mutex<BTreeMap<String, Option<u64>>>> = Arc::default();
     let mut writes = 0;
     for round in 0..ROUNDS {
-        let mut server = start(port, Some(dir.path()));
+        let mut server = Server::start(Some(dir.path()));
+        service.switch(server.port);
         let stop = Arc::new(AtomicBool::new(false));
         let writers: Vec<_> = (0..WRITERS)
             .map(|writer| {
                 let (acknowledged, stop) = (Arc::clone(&acknowledged), Arc::clone(&stop));
-                let store = client(port);
+                let store = client(&service);
                 tokio::spawn(async move {
                     // The key in doubt when the server dies is not used again.
                     let mut number = round * 1_000_000;
@@ -104,14 +152,15 @@ async fn kill_9_at_any_moment_loses_no_acknowledged_write() {
             .collect();
         // Another moment in each round.
         tokio::time::sleep(Duration::from_millis(150 + 37 * round)).await;
-        server.kill();
+        server.process.kill();
         stop.store(true, Ordering::Relaxed);
         for writer in writers {
             writes += writer.await.expect("no panic") - round * 1_000_000;
         }
     }
-    let _server = start(port, Some(dir.path()));
-    let store = client(port);
+    let server = Server::start(Some(dir.path()));
+    service.switch(server.port);
+    let store = client(&service);
     let acknowledged = acknowledged.lock().expect("lock").clone();
     assert!(
         acknowledged.len() > 20,
@@ -130,8 +179,8 @@ async fn kill_9_at_any_moment_loses_no_acknowledged_write() {
 
 #[tokio::test]
 async fn m01_two_owners_publish_again_after_kill_9_and_a_third_finds_them() {
-    let port = free_port();
-    let mut server = start(port, None);
+    let mut server = Server::start(None);
+    let service = Forward::to(server.port).await;
     let keys = KeySpace::default();
     let mut options = OwnedOptions::default();
     options.ttl = Some(Duration::from_secs(5));
@@ -139,7 +188,7 @@ async fn m01_two_owners_publish_again_after_kill_9_and_a_third_finds_them() {
     let owners: Vec<_> = ["node-a", "node-b"]
         .into_iter()
         .map(|name| {
-            let (owned, events) = OwnedRecords::start(Arc::new(client(port)), options.clone());
+            let (owned, events) = OwnedRecords::start(Arc::new(client(&service)), options.clone());
             owned.set(keys.segment(name), Bytes::from_static(b"{}"));
             owned.set(keys.rpc_meta(name), Bytes::from_static(b"{}"));
             (owned, events)
@@ -148,10 +197,10 @@ async fn m01_two_owners_publish_again_after_kill_9_and_a_third_finds_them() {
     for (owned, _) in &owners {
         owned.stored().await;
     }
-    server.kill();
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    let _server = start(port, None);
-    let third = client(port);
+    server.process.kill();
+    let server = Server::start(None);
+    service.switch(server.port);
+    let third = client(&service);
     let found = async {
         loop {
             match third.list(keys.prefix()).await {
@@ -162,4 +211,68 @@ async fn m01_two_owners_publish_again_after_kill_9_and_a_third_finds_them() {
     };
     let waited = tokio::time::timeout(Duration::from_secs(20), found).await;
     assert!(waited.is_ok(), "not all four records are there again");
+}
+
+#[tokio::test]
+async fn after_kill_9_and_a_restart_from_its_directory_nothing_is_missed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut server = Server::start(Some(dir.path()));
+    let service = Forward::to(server.port).await;
+    let mut options = OwnedOptions::default();
+    options.ttl = Some(Duration::from_secs(60));
+    let (owned, mut events) = OwnedRecords::start(Arc::new(client(&service)), options);
+    owned.set("p/owned", text("1"));
+    owned.stored().await;
+    let store = client(&service);
+    let kept = store.put("p/kept", text("1"), None).await.expect("put");
+    let mut follow = Follow::new(Arc::new(client(&service)), "p/").await;
+    let follow = follow.as_mut().expect("follow");
+    until_followed(follow, "p/owned", "1").await;
+    server.process.kill();
+    // Overtaken while the server is away, and never written.
+    owned.set("p/owned", text("2"));
+    owned.set("p/owned", text("3"));
+    let server = Server::start(Some(dir.path()));
+    service.switch(server.port);
+    let version = until_up(|| async { Ok(store.get("p/kept").await?.version) }).await;
+    assert_eq!(version, kept, "the record is the one from before");
+    until_followed(follow, "p/owned", "3").await;
+    until_up(|| store.put("p/new", text("1"), None)).await;
+    until_followed(follow, "p/new", "1").await;
+    // The lease is on disk, too: nothing had to be put again.
+    while let Ok(event) = events.try_recv() {
+        assert!(!matches!(event, OwnedEvent::LeaseLost), "{event:?}");
+    }
+    owned.close().await.expect("closed");
+}
+
+#[tokio::test]
+async fn a_server_frozen_for_15_s_is_an_outage_and_nothing_else() {
+    if !full() {
+        return;
+    }
+    let server = Server::start(None);
+    let service = Forward::to(server.port).await;
+    let store = client(&service);
+    let (owned, _events) = OwnedRecords::start(Arc::new(store.clone()), OwnedOptions::default());
+    owned.set("p/owned", text("1"));
+    owned.stored().await;
+    let mut follow = Follow::new(Arc::new(client(&service)), "p/").await;
+    let follow = follow.as_mut().expect("follow");
+    until_followed(follow, "p/owned", "1").await;
+    server.process.signal("STOP");
+    assert!(
+        store
+            .get("p/owned")
+            .await
+            .expect_err("frozen")
+            .is_retryable()
+    );
+    owned.set("p/owned", text("2"));
+    tokio::time::sleep(Duration::from_secs(15)).await;
+    server.process.signal("CONT");
+    until_followed(follow, "p/owned", "2").await;
+    until_up(|| store.put("p/a", text("2"), None)).await;
+    until_followed(follow, "p/a", "2").await;
+    owned.close().await.expect("closed");
 }

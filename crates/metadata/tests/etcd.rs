@@ -10,8 +10,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use common::forward::Forward;
 use common::{
-    Process, free_port, full, installed, make_certificates, wait_for_port, with_new_ports,
+    BAD_FILES, Eavesdropper, Process, free_port, full, installed, make_certificates, start_again,
+    with_new_ports,
 };
 use rerail_metadata::{
     Change, EtcdStore, Follow, MetadataError, MetadataStore, Secret, StoreOptions, WatchEvent,
@@ -92,6 +94,11 @@ impl Cluster {
             .collect();
         let member = &self.members[index];
         let client = format!("{scheme}://127.0.0.1:{}", member.client_port);
+        let mut listen = client.clone();
+        if self.tls {
+            // A second name, for which the certificate is not.
+            listen += &format!(",{scheme}://127.0.0.2:{}", member.client_port);
+        }
         let peer = format!("http://127.0.0.1:{}", member.peer_port);
         let mut command = Command::new("etcd");
         command
@@ -99,7 +106,7 @@ impl Cluster {
             .arg(self.file(&format!("data{index}")))
             .args([
                 "--listen-client-urls",
-                &client,
+                &listen,
                 "--advertise-client-urls",
                 &client,
             ])
@@ -125,15 +132,13 @@ impl Cluster {
         self.members[index].process = Some(Process::start(&mut command));
     }
 
-    fn wait(&self) {
-        for member in &self.members {
-            wait_for_port(member.client_port);
-        }
-    }
-
+    /// Starts the first member again, where it was.
     fn restart(&mut self) {
-        self.launch(0);
-        self.wait();
+        start_again(|| {
+            self.launch(0);
+            let port = self.members[0].client_port;
+            self.process(0).serves(port)
+        });
     }
 
     fn process(&mut self, index: usize) -> &mut Process {
@@ -528,17 +533,11 @@ async fn m28_bad_tls_files_fail_with_the_cause_and_never_fall_back_to_plaintext(
     let store = cluster.store_with(&good).await.expect("made");
     until_up(|| store.put("k", text("1"), None)).await;
 
-    for (what, path) in [
-        ("missing", PathBuf::from("/nonexistent/ca.pem")),
-        ("garbled", cluster.file("extensions")),
-    ] {
+    for bad in BAD_FILES {
         let mut options = good.clone();
-        options.tls.ca = Some(path.clone());
-        let error = cluster
-            .store_with(&options)
-            .await
-            .expect_err(what)
-            .to_string();
+        let path = bad.set(&mut options, cluster.dir.path(), other.path());
+        let error = cluster.store_with(&options).await;
+        let error = error.expect_err(bad.what).to_string();
         assert!(error.contains(&path.display().to_string()), "{error}");
     }
     let mut options = good.clone();
@@ -570,11 +569,16 @@ async fn m28_bad_tls_files_fail_with_the_cause_and_never_fall_back_to_plaintext(
     // The certificate is for localhost and 127.0.0.1, not for this name of the same machine.
     let name = [format!("127.0.0.2:{}", cluster.members[0].client_port)];
     let store = EtcdStore::new(&name, None, &good).await.expect("made");
-    store.get("k").await.expect_err("another name");
+    let error = store.get("k").await.expect_err("another name").to_string();
+    assert!(error.contains("certificate"), "{error}");
 
-    // Without TLS a server that wants it is never spoken to in clear.
-    let plain = cluster.store().await;
-    assert!(plain.get("k").await.is_err());
+    let listener = Eavesdropper::start();
+    let endpoint = [format!("127.0.0.1:{}", listener.port)];
+    let user = Some(("root".to_owned(), Secret::new("s3cret")));
+    let store = EtcdStore::new(&endpoint, user, &good).await.expect("made");
+    store.get("k").await.expect_err("no TLS there");
+    store.put("k", text("1"), None).await.expect_err("no TLS");
+    listener.assert_only_tls();
 }
 
 #[tokio::test]
@@ -582,8 +586,9 @@ async fn m23_a_store_that_starts_late_is_waited_for() {
     if !installed("etcd") {
         return;
     }
-    let port = free_port();
-    let endpoints = [format!("127.0.0.1:{port}")];
+    // A port of our own, so that nobody takes it before the store starts.
+    let service = Forward::to(free_port()).await;
+    let endpoints = [service.address.to_string()];
     let store = EtcdStore::new(&endpoints, None, &StoreOptions::default())
         .await
         .expect("made");
@@ -597,19 +602,8 @@ async fn m23_a_store_that_starts_late_is_waited_for() {
             .expect_err("not up yet")
             .is_retryable()
     );
-    let dir = tempfile::tempdir().expect("a directory");
-    let members = vec![Member {
-        client_port: port,
-        peer_port: free_port(),
-        process: None,
-    }];
-    let mut cluster = Cluster {
-        members,
-        dir,
-        tls: false,
-        arguments: Vec::new(),
-    };
-    cluster.restart();
+    let cluster = Cluster::start(1).expect("installed");
+    service.switch(cluster.members[0].client_port);
     until_up(|| store.put("p/a", text("1"), None)).await;
     until_followed(&mut follow, "p/a", "1").await;
 }

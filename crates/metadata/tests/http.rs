@@ -12,7 +12,8 @@ use rerail_metadata::server::{MetadataServer, ServerOptions};
 use rerail_metadata::{
     HttpStore, MetadataError, MetadataStore, Secret, StoreOptions, WatchEvent, conformance,
 };
-use tokio::net::TcpListener;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
 
 /// A server within the test. Dropping it stops it as a crash would: connections are cut.
@@ -41,7 +42,7 @@ impl Server {
             let stopped = async {
                 let _ = stopped.await;
             };
-            server.serve(listener, stopped).await.expect("serves");
+            server.serve(listener, stopped).await;
         });
         Self {
             address,
@@ -71,6 +72,21 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.task.abort();
     }
+}
+
+/// A client as others write them, without TLS.
+fn plain_client() -> reqwest::Client {
+    let tls = rustls::ClientConfig::builder_with_provider(
+        rustls::crypto::ring::default_provider().into(),
+    )
+    .with_safe_default_protocol_versions()
+    .expect("versions")
+    .with_root_certificates(rustls::RootCertStore::empty())
+    .with_no_client_auth();
+    let client = reqwest::Client::builder()
+        .tls_backend_preconfigured(tls)
+        .no_proxy();
+    client.build().expect("a client")
 }
 
 fn on_disk(dir: &Path) -> ServerOptions {
@@ -103,10 +119,7 @@ async fn m06_both_spellings_of_an_encoded_key_are_one_record() {
         serde_json::from_str(include_str!("cases/metadata-config-cases.json")).expect("JSON");
     let case = &cases["http_keys"]["cases"][0];
     let server = Server::start(ServerOptions::default(), None).await;
-    let http = reqwest::Client::builder()
-        .no_proxy()
-        .build()
-        .expect("a client");
+    let http = plain_client();
     let url = |path: &serde_json::Value| {
         format!(
             "http://{}{}",
@@ -274,7 +287,9 @@ async fn without_the_token_nothing_is_read_or_written_and_it_never_shows() {
         .await
         .expect("with the token");
     assert!(!format!("{friend:?}{options:?}").contains("s3cret"));
-    let health = reqwest::get(format!("http://{}/health", server.address))
+    let health = plain_client()
+        .get(format!("http://{}/health", server.address))
+        .send()
         .await
         .expect("health");
     assert_eq!(health.text().await.expect("text"), "OK");
@@ -295,7 +310,9 @@ async fn values_over_the_limit_are_too_large() {
         .put("k", vec![0; 1_000].into(), None)
         .await
         .expect("at the limit");
-    let metrics = reqwest::get(format!("http://{}/metrics", server.address))
+    let metrics = plain_client()
+        .get(format!("http://{}/metrics", server.address))
+        .send()
         .await
         .expect("get");
     assert!(
@@ -322,4 +339,68 @@ async fn a_server_that_never_answers_times_out_by_the_deadline() {
     assert!(matches!(error, MetadataError::TimedOut { .. }), "{error}");
     // Without a deadline it would wait for ever. The limit is wide, for a machine that is busy.
     assert!(started.elapsed() < Duration::from_secs(10));
+}
+
+/// Sends `head` and says whether the server closes the connection, with what it said before.
+async fn is_closed(address: SocketAddr, head: &str) -> String {
+    let mut stream = TcpStream::connect(address).await.expect("connects");
+    stream.write_all(head.as_bytes()).await.expect("sent");
+    let mut said = String::new();
+    let end = tokio::time::timeout(Duration::from_secs(30), stream.read_to_string(&mut said));
+    // A reset is an end, too.
+    let _ = end.await.expect("the server closes the connection");
+    said
+}
+
+#[tokio::test]
+async fn slow_and_silent_clients_are_closed_and_hold_no_place() {
+    let mut options = ServerOptions::default();
+    options.limits.connections_max = 3;
+    options.limits.requests_max = 2;
+    options.limits.idle_max = Duration::from_millis(500);
+    options.limits.request_time_max = Duration::from_millis(500);
+    let server = Server::start(options, None).await;
+    // More of them than there are places: each of them gets its turn, and ours does.
+    let put = "PUT /metadata?key=k HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nbegun";
+    let heads = [
+        "",
+        "GET /metadata?key=k HTT",
+        put,
+        "GET /health HTTP/1.1\r\n",
+        put,
+        "",
+    ];
+    let closed = heads.map(|head| tokio::spawn(is_closed(server.address, head)));
+    let store = server.client();
+    let mut attempts = 0;
+    while let Err(error) = store.put("k", Bytes::from_static(b"1"), None).await {
+        assert!(error.is_retryable() && attempts < 20, "{error}");
+        attempts += 1;
+    }
+    for (head, said) in heads.iter().zip(closed) {
+        let said = said.await.expect("no panic");
+        if *head == put {
+            assert!(said.starts_with("HTTP/1.1 408"), "{said}");
+        }
+    }
+    // What was begun is not there in part.
+    assert_eq!(store.get("k").await.expect("get").value, "1");
+}
+
+#[tokio::test]
+async fn a_watch_outlives_the_limits_of_a_request() {
+    let mut options = ServerOptions::default();
+    options.limits.idle_max = Duration::from_millis(300);
+    options.limits.request_time_max = Duration::from_millis(300);
+    let server = Server::start(options, None).await;
+    let http = plain_client();
+    let url = format!("http://{}/metadata/watch?prefix=k", server.address);
+    let first = http.get(&url).send().await.expect("resync");
+    let first: serde_json::Value = first.json().await.expect("JSON");
+    let revision = first["revision"].as_u64().expect("a revision");
+    let url = format!("{url}&after={revision}&wait_ms=1500");
+    let started = std::time::Instant::now();
+    let answer = http.get(&url).send().await.expect("an answer");
+    assert_eq!(answer.status(), 200);
+    assert!(started.elapsed() >= Duration::from_millis(1_500));
 }

@@ -9,9 +9,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::{Process, free_port, full, installed, make_certificates, with_new_ports};
+use common::forward::Forward;
+use common::{
+    BAD_FILES, Eavesdropper, Process, free_port, full, installed, make_certificates, start_again,
+    with_new_ports,
+};
 use rerail_metadata::{
-    Change, Follow, MetadataError, MetadataStore, RedisStore, StoreOptions, StoreUrl, conformance,
+    Change, Follow, MetadataError, MetadataStore, OwnedOptions, OwnedRecords, RedisStore,
+    StoreOptions, StoreUrl, conformance,
 };
 use tempfile::TempDir;
 
@@ -47,14 +52,14 @@ impl Server {
     }
 
     fn restart(&mut self) {
-        assert!(self.launch(), "it ended at once");
+        start_again(|| self.launch());
     }
 
     /// False if it ended before it served.
     fn launch(&mut self) -> bool {
         let mut command = Command::new("redis-server");
         command
-            .args(["--bind", "127.0.0.1", "--save", "", "--dir"])
+            .args(["--bind", "127.0.0.1", "127.0.0.2", "--save", "", "--dir"])
             .arg(self.dir.path());
         if !self.arguments.iter().any(|argument| argument == "--port") {
             command.args(["--port", &self.port.to_string()]);
@@ -369,6 +374,53 @@ async fn users_databases_and_refusals_are_told_apart() {
 }
 
 #[tokio::test]
+async fn a_fail_over_that_lost_an_acknowledged_write_is_healed_by_read_back() {
+    let (Some(old), Some(new)) = (Server::start(&[]), Server::start(&[])) else {
+        return;
+    };
+    let port = old.port.to_string();
+    new.command(&["REPLICAOF", "127.0.0.1", &port]).await;
+    // Clients know one address only, as behind a service's.
+    let service = Forward::to(old.port).await;
+    let store = old.store_at(&format!("redis://{}", service.address));
+    let mut options = OwnedOptions::default();
+    options.ttl = Some(Duration::from_secs(30));
+    options.read_back = Duration::from_secs(1);
+    let (owned, _events) = OwnedRecords::start(Arc::new(store), options);
+    owned.set("p/a", text("1"));
+    owned.set("p/b", text("1"));
+    owned.stored().await;
+    let replicated = async {
+        let replica = new.store();
+        while replica.get("p/a").await.is_err() || replica.get("p/b").await.is_err() {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    let waited = tokio::time::timeout(Duration::from_secs(30), replicated).await;
+    waited.expect("the replica follows");
+
+    // From here on the replica gets nothing, and the old one still acknowledges.
+    new.command(&["REPLICAOF", "NO", "ONE"]).await;
+    owned.set("p/a", text("2"));
+    owned.set("p/c", text("2"));
+    owned.stored().await;
+    assert_eq!(old.store().get("p/a").await.expect("stored").value, "2");
+    let mut follow = Follow::new(Arc::new(new.store()), "p/")
+        .await
+        .expect("follow");
+    service.switch(new.port);
+    drop(old);
+    until_followed(&mut follow, "p/a", "2").await;
+    until_followed(&mut follow, "p/c", "2").await;
+    assert_eq!(new.store().get("p/b").await.expect("kept").value, "1");
+    owned.close().await.expect("closed");
+    for key in ["p/a", "p/b", "p/c"] {
+        let error = new.store().get(key).await.expect_err("withdrawn");
+        assert!(error.is_not_found(), "{error}");
+    }
+}
+
+#[tokio::test]
 async fn m28_bad_tls_files_fail_with_the_cause_and_never_fall_back_to_plaintext() {
     if !installed("redis-server") {
         return;
@@ -377,37 +429,40 @@ async fn m28_bad_tls_files_fail_with_the_cause_and_never_fall_back_to_plaintext(
     let other = tempfile::tempdir().expect("a directory");
     make_certificates(dir.path());
     make_certificates(other.path());
-    let port = free_port();
-    let mut server = Server {
-        port,
-        dir,
-        arguments: Vec::new(),
-        process: None,
-    };
-    let file = |name: &str| server.dir.path().join(name).display().to_string();
-    let port_text = port.to_string();
-    let arguments = [
-        "--port",
-        "0",
-        "--tls-port",
-        &port_text,
-        "--tls-cert-file",
-        &file("cert.pem"),
-        "--tls-key-file",
-        &file("key.pem"),
-        "--tls-ca-cert-file",
-        &file("ca.pem"),
-    ];
-    server.arguments = arguments
-        .iter()
-        .map(|&argument| argument.to_owned())
-        .collect();
-    server.restart();
+    let file = |name: &str| dir.path().join(name).display().to_string();
+    let (certificate, key, ca) = (file("cert.pem"), file("key.pem"), file("ca.pem"));
+    let server = with_new_ports(|| {
+        let port = free_port();
+        let port_text = port.to_string();
+        let arguments = [
+            "--port",
+            "0",
+            "--tls-port",
+            &port_text,
+            "--tls-cert-file",
+            &certificate,
+            "--tls-key-file",
+            &key,
+            "--tls-ca-cert-file",
+            &ca,
+        ];
+        let mut server = Server {
+            port,
+            dir: tempfile::tempdir().expect("a directory"),
+            arguments: arguments
+                .iter()
+                .map(|&argument| argument.to_owned())
+                .collect(),
+            process: None,
+        };
+        server.launch().then_some(server)
+    });
+    let port = server.port;
     let mut good = StoreOptions::default();
     good.deadline = Duration::from_secs(2);
-    good.tls.ca = Some(server.dir.path().join("ca.pem"));
-    good.tls.certificate = Some(server.dir.path().join("cert.pem"));
-    good.tls.key = Some(server.dir.path().join("key.pem"));
+    good.tls.ca = Some(dir.path().join("ca.pem"));
+    good.tls.certificate = Some(dir.path().join("cert.pem"));
+    good.tls.key = Some(dir.path().join("key.pem"));
     let open = |host: &str, options: &StoreOptions| {
         let url = StoreUrl::parse(&format!("rediss://{host}:{port}")).expect("a URL");
         RedisStore::new(&url, options)
@@ -415,12 +470,13 @@ async fn m28_bad_tls_files_fail_with_the_cause_and_never_fall_back_to_plaintext(
     let store = open("127.0.0.1", &good).expect("made");
     store.put("k", text("1"), None).await.expect("over TLS");
 
+    for bad in BAD_FILES {
+        let mut options = good.clone();
+        let path = bad.set(&mut options, dir.path(), other.path());
+        let error = open("127.0.0.1", &options).expect_err(bad.what).to_string();
+        assert!(error.contains(&path.display().to_string()), "{error}");
+    }
     let mut options = good.clone();
-    options.tls.ca = Some(server.dir.path().join("extensions"));
-    let error = open("127.0.0.1", &options)
-        .expect_err("garbled")
-        .to_string();
-    assert!(error.contains("extensions"), "{error}");
     options.tls.ca = Some(other.path().join("ca.pem"));
     let store = open("127.0.0.1", &options).expect("made");
     let error = store
@@ -429,8 +485,25 @@ async fn m28_bad_tls_files_fail_with_the_cause_and_never_fall_back_to_plaintext(
         .expect_err("signed by another authority")
         .to_string();
     assert!(error.contains("ertificate"), "{error}");
+
+    let mut options = good.clone();
+    options.tls.certificate = Some(other.path().join("cert.pem"));
+    options.tls.key = Some(other.path().join("key.pem"));
+    let store = open("127.0.0.1", &options).expect("made");
+    store
+        .get("k")
+        .await
+        .expect_err("a client that the server does not know");
+
+    // The server listens there, too, and its certificate is not for that name.
     let store = open("127.0.0.2", &good).expect("made");
-    store.get("k").await.expect_err("another name");
-    let plain = server.store();
-    assert!(plain.get("k").await.is_err());
+    let error = store.get("k").await.expect_err("another name").to_string();
+    assert!(error.contains("ertificate"), "{error}");
+
+    let listener = Eavesdropper::start();
+    let url = StoreUrl::parse(&format!("rediss://:s3cret@127.0.0.1:{}", listener.port));
+    let store = RedisStore::new(&url.expect("a URL"), &good).expect("made");
+    store.get("k").await.expect_err("no TLS there");
+    store.put("k", text("1"), None).await.expect_err("no TLS");
+    listener.assert_only_tls();
 }

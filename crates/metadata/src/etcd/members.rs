@@ -78,10 +78,10 @@ impl Members {
         if let Some(material) = tls {
             let mut tls = TlsOptions::new();
             if let Some(ca) = material.ca {
-                tls = tls.ca_certificate(Certificate::from_pem(ca));
+                tls = tls.ca_certificate(Certificate::from_pem(ca.text));
             }
-            if let Some((certificate, key)) = material.identity {
-                tls = tls.identity(Identity::from_pem(certificate, key));
+            if let Some(own) = material.identity {
+                tls = tls.identity(Identity::from_pem(own.certificates.text, own.key.text));
             }
             options = options.with_tls(tls);
         }

@@ -3,7 +3,7 @@
 //! Which of the two it is shows in the answers, and may change when the server is replaced.
 //! Foreign servers have no versions, lists, leases or events: conditional writes are a read
 //! followed by a write there, and a watch asks again for the one key that its prefix names.
-//! Not here: TLS, for which this build has no code; `https://` is refused, never downgraded.
+//! `https://` is TLS or an error, never plaintext; files for TLS with `http://` are refused, too.
 
 mod answers;
 mod watching;
@@ -24,6 +24,7 @@ use crate::secret::Secret;
 use crate::store::{
     Capabilities, LeaseId, MetadataStore, Record, Result, Version, Watch, WatchKind,
 };
+use crate::tls;
 
 /// What stays as it is in a key: RFC 3986's unreserved characters, as libcurl leaves them.
 const KEY: &AsciiSet = &NON_ALPHANUMERIC
@@ -37,6 +38,9 @@ const MARK: &str = "rerail-metadata";
 const LEASE: &str = "rerail-lease";
 /// Time to connect, as in the C++ engine.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1_500);
+/// How long a connection without requests is kept: less than servers do, so that a request does not
+/// meet one that is being closed. Rerail's server keeps them for 30 s.
+const POOL_IDLE: Duration = Duration::from_secs(20);
 /// Longest answer that is read. Lists of a whole cluster are the longest.
 const ANSWER_BYTES_MAX: usize = 1 << 30;
 /// Characters of a server's words that go into an error.
@@ -72,22 +76,29 @@ impl HttpStore {
     ///
     /// # Errors
     ///
-    /// [`MetadataError::Unsupported`] for `https://`; [`MetadataError::Setting`] if the client
-    /// cannot be made.
+    /// [`MetadataError::Setting`] for TLS files that cannot be used, or that are set without
+    /// `https://`, and if the client cannot be made.
     pub fn new(url: &str, user: Option<(String, Secret)>, options: &StoreOptions) -> Result<Self> {
-        if url.starts_with("https://") {
-            return Err(MetadataError::Unsupported {
-                store: url.into(),
-                operation: "be opened by this build",
-                reason: "it has no TLS for HTTP; use http:// within a trusted network".into(),
+        let tls = url.starts_with("https://");
+        if !tls && !options.tls.is_empty() {
+            return Err(MetadataError::Setting {
+                name: url.into(),
+                reason: "TLS files are set: use https://, never plaintext".into(),
             });
         }
+        let config = if tls {
+            tls::client_config(&options.tls)?
+        } else {
+            tls::no_client_config()?
+        };
         let mut builder = Client::builder()
+            .tls_backend_preconfigured(config)
+            .https_only(tls)
             .connect_timeout(CONNECT_TIMEOUT)
+            // Only the server's own answers count.
             .redirect(reqwest::redirect::Policy::none())
-            // Only the server's own answers count, and a proxy before a loopback address is
-            // another machine's loopback.
-            .pool_idle_timeout(Duration::from_secs(30));
+            .pool_idle_timeout(POOL_IDLE);
+        // A proxy before a loopback address is another machine's loopback.
         if is_loopback(url) {
             builder = builder.no_proxy();
         }

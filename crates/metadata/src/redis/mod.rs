@@ -122,16 +122,14 @@ impl RedisStore {
         let info = info.set_redis_settings(redis);
         let client = if *tls {
             // Fails if another part of the program has chosen one, which is as good.
-            let _ = rustls::crypto::ring::default_provider().install_default();
+            let _ = crate::tls::provider().install_default();
             let material = TlsMaterial::read(&options.tls)?;
             let certificates = TlsCertificates {
-                client_tls: material
-                    .identity
-                    .map(|(client_cert, client_key)| ClientTlsConfig {
-                        client_cert,
-                        client_key,
-                    }),
-                root_cert: material.ca,
+                client_tls: material.identity.map(|own| ClientTlsConfig {
+                    client_cert: own.certificates.text,
+                    client_key: own.key.text,
+                }),
+                root_cert: material.ca.map(|ca| ca.text),
             };
             Client::build_with_tls(info, certificates)
         } else {

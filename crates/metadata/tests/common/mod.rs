@@ -7,13 +7,15 @@
     reason = "each test file uses a part of this"
 )]
 
+pub mod forward;
+
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Longest time that a server may take to listen. The machine may be busy.
-const START_MAX: Duration = Duration::from_secs(30);
+pub const START_MAX: Duration = Duration::from_secs(30);
 
 /// How often a server is started whose ports others took.
 const STARTS_MAX: usize = 5;
@@ -55,6 +57,19 @@ pub fn with_new_ports<T>(mut start: impl FnMut() -> Option<T>) -> T {
     (0..STARTS_MAX)
         .find_map(|_| start())
         .unwrap_or_else(|| panic!("the server ended at once, {STARTS_MAX} times"))
+}
+
+/// Starts a server again on the port it had. Another test may have that port for a moment, as the
+/// local end of a connection.
+pub fn start_again(mut start: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !start() {
+        assert!(
+            started.elapsed() < START_MAX,
+            "it ends at once, again and again"
+        );
+        std::thread::sleep(Duration::from_millis(500));
+    }
 }
 
 /// A process that ends with the test, whatever happens.
@@ -134,6 +149,42 @@ pub fn wait_for_port(port: u16) {
     }
 }
 
+/// Notes how the first bytes of connections look, and closes them: what would be sent in clear.
+pub struct Eavesdropper {
+    pub port: u16,
+    seen: std::sync::Arc<std::sync::Mutex<Vec<Vec<u8>>>>,
+}
+
+impl Eavesdropper {
+    pub fn start() -> Self {
+        use std::io::Read as _;
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("listens");
+        let port = listener.local_addr().expect("an address").port();
+        let seen = std::sync::Arc::<std::sync::Mutex<Vec<Vec<u8>>>>::default();
+        let noted = std::sync::Arc::clone(&seen);
+        // Ends with the test's process.
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut bytes = vec![0; 64];
+                let read = stream.and_then(|mut stream| stream.read(&mut bytes));
+                bytes.truncate(read.unwrap_or(0));
+                noted.lock().expect("lock").push(bytes);
+            }
+        });
+        Self { port, seen }
+    }
+
+    /// Panics unless there were connections and every one began with a TLS handshake.
+    pub fn assert_only_tls(&self) {
+        let seen = self.seen.lock().expect("lock").clone();
+        let begun: Vec<_> = seen.iter().filter(|bytes| !bytes.is_empty()).collect();
+        assert!(!begun.is_empty(), "nobody came");
+        for bytes in begun {
+            assert_eq!(bytes[0], 0x16, "{:?}", String::from_utf8_lossy(bytes));
+        }
+    }
+}
+
 /// Makes a certificate authority and a certificate for `127.0.0.1` and `localhost` that it
 /// signed, as `ca.pem`, `cert.pem` and `key.pem` in `dir`.
 pub fn make_certificates(dir: &Path) {
@@ -161,6 +212,63 @@ pub fn make_certificates(dir: &Path) {
         "x509 -req -in request.pem -CA ca.pem -CAkey ca-key.pem -CAcreateserial -out cert.pem \
          -days 2 -extfile extensions",
     );
+}
+
+/// A file for TLS that no client may be made with.
+pub struct BadFile {
+    pub what: &'static str,
+    /// Name below one of the two directories of [`make_certificates`].
+    name: &'static str,
+    of_other: bool,
+    place: fn(&mut rerail_metadata::TlsFiles) -> &mut Option<PathBuf>,
+}
+
+/// One of each kind. `extensions` is no PEM, and the other directory's key is another
+/// certificate's.
+pub const BAD_FILES: [BadFile; 7] = {
+    const fn bad(
+        what: &'static str,
+        name: &'static str,
+        place: fn(&mut rerail_metadata::TlsFiles) -> &mut Option<PathBuf>,
+    ) -> BadFile {
+        BadFile {
+            what,
+            name,
+            of_other: false,
+            place,
+        }
+    }
+    [
+        bad("a missing CA", "missing.pem", |tls| &mut tls.ca),
+        bad("a garbled CA", "extensions", |tls| &mut tls.ca),
+        bad("a key as CA", "key.pem", |tls| &mut tls.ca),
+        bad("a garbled certificate", "extensions", |tls| {
+            &mut tls.certificate
+        }),
+        bad("a missing key", "missing.pem", |tls| &mut tls.key),
+        bad("a garbled key", "extensions", |tls| &mut tls.key),
+        BadFile {
+            what: "another certificate's key",
+            name: "key.pem",
+            of_other: true,
+            place: |tls| &mut tls.key,
+        },
+    ]
+};
+
+impl BadFile {
+    /// Puts it into the options, and returns its path.
+    pub fn set(
+        &self,
+        options: &mut rerail_metadata::StoreOptions,
+        dir: &Path,
+        other: &Path,
+    ) -> PathBuf {
+        let dir = if self.of_other { other } else { dir };
+        let path = dir.join(self.name);
+        *(self.place)(&mut options.tls) = Some(path.clone());
+        path
+    }
 }
 
 /// A single etcd or Redis with what it needs, for tests that only want a store.
