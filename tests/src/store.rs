@@ -1,6 +1,7 @@
 //! Real metadata stores for tests, each a process of its own on loopback, gone with its value.
 
 use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -105,6 +106,71 @@ impl Store {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.process.pid()
+    }
+}
+
+/// Our own HTTP server with its records on disk, which can be stopped and started again where it
+/// was.
+pub struct HttpStore {
+    process: Option<Process>,
+    url: String,
+    address: String,
+    dir: PathBuf,
+}
+
+impl HttpStore {
+    /// Starts it with its records in `dir`.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn start(dir: &Path) -> Result<Self> {
+        let mut store = Self {
+            process: None,
+            url: String::new(),
+            address: "127.0.0.1:0".to_owned(),
+            dir: dir.to_owned(),
+        };
+        store.start_again()?;
+        Ok(store)
+    }
+
+    /// Starts it again after [`stop`](Self::stop), at the same address.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn start_again(&mut self) -> Result<()> {
+        let mut command = child::rerail()?;
+        command
+            .args(["metadata", "serve", "--listen", &self.address, "--data-dir"])
+            .arg(&self.dir);
+        let server = Server::start(command, "ready ", READY_WITHIN)?;
+        self.url = server.ready_line()["ready ".len()..].to_owned();
+        let authority = self
+            .url
+            .strip_prefix("http://")
+            .and_then(|url| url.split('/').next());
+        self.address = authority
+            .context("the server's URL has no address")?
+            .to_owned();
+        self.process = Some(server.into_process());
+        Ok(())
+    }
+
+    /// Kills it.
+    pub fn stop(&mut self) {
+        self.process = None;
+    }
+
+    /// What engines are given as `--metadata`.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Its process id, for signals; 0 while it is stopped.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.as_ref().map_or(0, Process::pid)
     }
 }
 

@@ -1,9 +1,13 @@
-//! From a NIC's change to the own record.
+//! From NICs and rails to the own record and the log of events.
 
+use std::sync::{Arc, Weak};
+
+use rerail_transport::event::{Event, Events};
 use rerail_transport::machine::ids::LocalNic;
 use rerail_transport::machine::observer::PortFacts;
 use rerail_transport::machine::publisher::Edit;
-use rerail_transport::rdma::NicListener;
+use rerail_transport::machine::rail::RailState;
+use rerail_transport::rdma::{Clock, NicListener, RailChange, RdmaEvents, RdmaTransport};
 use rerail_verbs::Gid;
 
 use crate::publication::Publication;
@@ -14,5 +18,49 @@ pub(crate) struct Recorder(pub(crate) Publication);
 impl NicListener for Recorder {
     fn port(&self, local: LocalNic, facts: PortFacts, gids: Vec<Gid>) {
         self.0.edit(Edit::Port { local, facts, gids });
+    }
+}
+
+/// Hears of the rails.
+pub(crate) struct RailListener {
+    pub(crate) rdma: Weak<RdmaTransport>,
+    pub(crate) publication: Publication,
+    pub(crate) clock: Clock,
+    pub(crate) events: Events,
+}
+
+impl RdmaEvents for RailListener {
+    fn recheck_local(&self, local: LocalNic) {
+        if let Some(rdma) = self.rdma.upgrade() {
+            rdma.recheck(Some(local));
+        }
+    }
+
+    fn rail_state(&self, change: &RailChange) {
+        if change.to == RailState::Up
+            && let Some(rdma) = self.rdma.upgrade()
+            && let Some(nic) = rdma.nics().iter().find(|nic| nic.name() == change.local)
+        {
+            // Work goes through it again: it is not "recovering" any more.
+            self.publication.edit(Edit::Proved { local: nic.index() });
+        }
+        let event = Event::Rail {
+            local: change.local.clone(),
+            peer: change.peer.clone(),
+            from: name(change.from),
+            to: name(change.to),
+            cause: change.cause.to_string(),
+            first_cause: change.first_cause.as_ref().map(ToString::to_string),
+        };
+        self.events.tell(self.clock.now(), &event);
+    }
+}
+
+fn name(state: RailState) -> &'static str {
+    match state {
+        RailState::Up => "up",
+        RailState::Suspect => "suspect",
+        RailState::Down => "down",
+        RailState::HalfOpen => "half-open",
     }
 }

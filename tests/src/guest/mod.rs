@@ -8,6 +8,7 @@
 pub mod rig;
 pub mod runner;
 mod scenarios;
+pub mod traffic;
 
 use std::time::Duration;
 

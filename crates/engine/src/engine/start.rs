@@ -15,7 +15,7 @@ use super::{Engine, Inner, block};
 use crate::config::{EngineConfig, Transport};
 use crate::directory::Directory;
 use crate::memory::WILDCARD_LOCATION;
-use crate::nics::Recorder;
+use crate::nics::{RailListener, Recorder};
 use crate::publication::{Publication, StorePlace};
 use crate::service::{EngineService, Shared};
 use crate::tcp::{TcpPeers, TcpSide};
@@ -100,6 +100,12 @@ impl Engine {
         if let Some(rdma) = &rdma {
             let _ = service.rdma.set(Arc::clone(rdma));
             let recorder = Arc::new(Recorder(publication.clone()));
+            rdma.set_events(Arc::new(RailListener {
+                rdma: Arc::downgrade(rdma),
+                publication: publication.clone(),
+                clock,
+                events: config.events.clone(),
+            }));
             rdma.observe(recorder, config.events.clone())?;
         }
         runtime.spawn(publication.clone().run());

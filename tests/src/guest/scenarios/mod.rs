@@ -2,6 +2,9 @@
 
 use super::Scenario;
 
+mod port_flap;
+mod renumbered;
+
 /// Declares the modules and lists their scenarios, so that a new one is a file and a word here.
 macro_rules! scenarios {
     ($($module:ident),+ $(,)?) => {
@@ -20,4 +23,12 @@ scenarios! {
     rig_faults_and_repair,
     bench_moves_and_verifies,
     bench_two_rails,
+    port_flap_at_the_initiator,
+    port_flap_at_the_target,
+    both_rails_down,
+    renumbered_target,
+    renumbered_initiator,
+    nothing_changed,
+    silent_loss,
+    store_outage,
 }

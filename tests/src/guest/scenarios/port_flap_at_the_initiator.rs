@@ -1,0 +1,14 @@
+//! The initiator's own port goes down for ten seconds and comes back, under traffic.
+
+use std::time::Duration;
+
+use super::port_flap::flap;
+use crate::guest::Scenario;
+use crate::guest::rig::A1;
+
+pub(super) const SCENARIO: Scenario = Scenario {
+    name: "port_flap_at_the_initiator",
+    full_only: false,
+    limit: Duration::from_secs(150),
+    body: || flap(A1, |traffic| &traffic.own_log),
+};

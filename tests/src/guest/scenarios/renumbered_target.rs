@@ -1,0 +1,14 @@
+//! The target's rail a gets another address, under traffic.
+
+use std::time::Duration;
+
+use super::renumbered::renumber;
+use crate::guest::Scenario;
+use crate::guest::rig::A0;
+
+pub(super) const SCENARIO: Scenario = Scenario {
+    name: "renumbered_target",
+    full_only: false,
+    limit: Duration::from_secs(120),
+    body: || renumber(A0, "target"),
+};
