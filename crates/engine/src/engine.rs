@@ -57,7 +57,7 @@ struct Inner {
     tcp: Option<TcpSide>,
     server: Option<RpcServer>,
     /// Never held while a device works: submitting takes it.
-    registry: RwLock<Registry>,
+    registry: Arc<RwLock<Registry>>,
     /// Held by a registration for all its time, which may be minutes.
     registering: Mutex<()>,
     /// Regions of the own record by their registration's address, in chunks.

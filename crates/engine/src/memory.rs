@@ -7,7 +7,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use rerail_transport::machine::ids::RegionId;
+use rerail_transport::machine::ids::{LocalNic, RegionId};
+use rerail_transport::machine::publisher::KeyPair;
+use rerail_transport::rdma::memory::ChunkKeys;
 use rerail_transport::rdma::{Piece, RegisteredMemory};
 use rerail_verbs::HostMemory;
 
@@ -42,7 +44,7 @@ pub(crate) struct Region {
     /// Its chunks with local keys, for the near ends of transfers.
     pub(crate) pieces: Vec<Piece>,
     /// Keeps it registered with NICs.
-    _rdma: Option<RegisteredMemory>,
+    rdma: Option<RegisteredMemory>,
     /// Its chunks in the own record.
     pub(crate) published: Vec<RegionId>,
 }
@@ -59,9 +61,23 @@ impl Region {
             memory,
             options,
             pieces,
-            _rdma: rdma,
+            rdma,
             published,
         }
+    }
+}
+
+impl Region {
+    /// Its chunks in the own record with the keys that a NIC has for them now.
+    pub(crate) fn keys_of(&self, local: LocalNic) -> Vec<(RegionId, KeyPair)> {
+        let chunks = self.rdma.iter().flat_map(RegisteredMemory::keys);
+        let pair = |(region, chunk): (&RegionId, ChunkKeys)| {
+            let nic = local.0 as usize;
+            let lkey = *chunk.lkeys.get(nic)?;
+            let rkey = *chunk.rkeys.get(nic)?;
+            Some((*region, KeyPair { lkey, rkey }))
+        };
+        self.published.iter().zip(chunks).filter_map(pair).collect()
     }
 }
 
@@ -129,6 +145,14 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
+    /// All registrations that can be used.
+    pub(crate) fn regions(&self) -> impl Iterator<Item = &Region> {
+        self.slots.values().filter_map(|slot| match &slot.state {
+            State::Entered(region, _) => Some(&**region),
+            State::Reserved | State::Leaving => None,
+        })
+    }
+
     /// Takes the range of `memory`, or counts the registration that is there already. Must not be
     /// called while another registration is under way, which would be an overlap with it.
     pub(crate) fn admit(

@@ -1,6 +1,6 @@
 //! From NICs and rails to the own record and the log of events.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 use rerail_transport::event::{Event, Events};
 use rerail_transport::machine::ids::LocalNic;
@@ -10,14 +10,27 @@ use rerail_transport::machine::rail::RailState;
 use rerail_transport::rdma::{Clock, NicListener, RailChange, RdmaEvents, RdmaTransport};
 use rerail_verbs::Gid;
 
+use crate::memory::Registry;
 use crate::publication::Publication;
 
 /// Enters into the own record what is true of the own NICs.
-pub(crate) struct Recorder(pub(crate) Publication);
+pub(crate) struct Recorder {
+    pub(crate) publication: Publication,
+    pub(crate) registry: Arc<RwLock<Registry>>,
+}
 
 impl NicListener for Recorder {
     fn port(&self, local: LocalNic, facts: PortFacts, gids: Vec<Gid>) {
-        self.0.edit(Edit::Port { local, facts, gids });
+        self.publication.edit(Edit::Port { local, facts, gids });
+    }
+
+    fn rekeyed(&self, local: LocalNic) {
+        // Registrations are entered whole, so a poisoned lock guards a whole registry.
+        let registry = self.registry.read().unwrap_or_else(PoisonError::into_inner);
+        let keys = registry.regions().flat_map(|region| region.keys_of(local));
+        let keys = keys.collect();
+        drop(registry);
+        self.publication.edit(Edit::Rekey { local, keys });
     }
 }
 

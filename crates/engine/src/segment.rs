@@ -39,10 +39,9 @@ impl Segment {
             .buffers
             .iter()
             .filter(|buffer| matches!(route, Route::Tcp(_)) || !buffer.rkey.is_empty())
-            .map(|buffer| Piece {
-                addr: buffer.addr,
-                length: buffer.length,
-                keys: buffer.rkey.as_slice().into(),
+            .map(|buffer| {
+                let keys = buffer.rkey.iter().copied();
+                Piece::new(buffer.addr, buffer.length, keys)
             })
             .collect();
         buffers.sort_by_key(|piece| piece.addr);

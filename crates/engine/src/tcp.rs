@@ -285,12 +285,7 @@ mod tests {
         let peer = peers.get("peer", place(port), Version::V2, limits, clock, runtime);
         let memory = HostMemory::allocate(LENGTH as usize).expect("memory");
         let span = |addr| {
-            let keys = Arc::from([]);
-            let piece = Piece {
-                addr,
-                length: LENGTH,
-                keys,
-            };
+            let piece = Piece::new(addr, LENGTH, []);
             Span::new(addr, LENGTH, [piece]).expect("covered")
         };
         let spec = PeerSpec {

@@ -250,3 +250,63 @@ fn e01_events_without_a_change_cut_and_publish_nothing() {
         .sum();
     assert_eq!(errors, 0);
 }
+
+#[test]
+fn a_device_that_dies_is_opened_again_with_all_memory_registered() {
+    let rig = rig(5);
+    let pair = Pair::new(&rig);
+    pair.write_until("both rails are up", || pair.both_up());
+    let nic = rig.hosts[0].nics[1];
+    let released =
+        |event: &Event| matches!(event, Event::ContextReleased { nic, .. } if nic == "sim1");
+    let reopened = |event: &Event| matches!(event, Event::ContextReopened { nic } if nic == "sim1");
+    rig.fabric.kill_device(nic);
+    pair.write_until("it is given up", || pair.own_log.count(released) > 0);
+    assert_eq!(published(&pair.own), ["sim0"]);
+    // Registered while it is dead: with the other NIC only.
+    let late = HostMemory::allocate(4096).expect("memory");
+    let options = MemoryOptions::default();
+    pair.own.register(&late, options).expect("registered");
+    rig.fabric.reset_device(nic);
+    pair.write_until("it is open again", || pair.own_log.count(reopened) > 0);
+    let used = pair.bytes(1);
+    pair.write_until("the rail carries bytes", || pair.bytes(1) > used);
+    for buffer in &pair.own.descriptor().buffers {
+        assert!(buffer.rkey.iter().all(|key| *key != 0), "{buffer:?}");
+    }
+    pair.own.unregister(late.addr()).expect("nothing uses it");
+}
+
+#[test]
+fn a_device_that_is_pulled_out_and_put_back_is_taken_in_again() {
+    let rig = rig(6);
+    let pair = Pair::new(&rig);
+    pair.write_until("both rails are up", || pair.both_up());
+    let nic = rig.hosts[0].nics[0];
+    let released = |event: &Event| matches!(event, Event::ContextReleased { .. });
+    let reopened = |event: &Event| matches!(event, Event::ContextReopened { .. });
+    rig.fabric.unplug(nic);
+    pair.write_until("it is given up", || pair.own_log.count(released) > 0);
+    rig.fabric.plug(nic);
+    pair.write_until("it is open again", || pair.own_log.count(reopened) > 0);
+    let used = pair.bytes(0);
+    pair.write_until("the rail carries bytes", || pair.bytes(0) > used);
+}
+
+#[test]
+fn a_control_verb_that_hangs_costs_its_device_only() {
+    let rig = rig(7);
+    let pair = Pair::new(&rig);
+    pair.write_until("both rails are up", || pair.both_up());
+    rig.fabric
+        .hang_control(rig.hosts[0].nics[1], Duration::from_secs(60));
+    // Makes the device's control thread do something, which then hangs.
+    rig.fabric.port_down(rig.port(0, 1));
+    let released =
+        |event: &Event| matches!(event, Event::ContextReleased { nic, .. } if nic == "sim1");
+    pair.write_until("it is given up", || pair.own_log.count(released) > 0);
+    let used = pair.bytes(0);
+    pair.write_until("the other NIC goes on", || {
+        pair.bytes(0) > used + (32 << 20)
+    });
+}

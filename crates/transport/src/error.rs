@@ -113,6 +113,14 @@ pub enum TransportError {
         /// The names there are, or why there are none.
         available: String,
     },
+    /// A device cannot be used.
+    #[error("{device} cannot be used: {reason}")]
+    Device {
+        /// Name of the device.
+        device: String,
+        /// Why.
+        reason: String,
+    },
     /// A port cannot be used.
     #[error("{device} port {port} cannot be used: {reason}")]
     Port {
@@ -159,7 +167,10 @@ impl TransportError {
     pub fn is_retryable(&self) -> bool {
         match self {
             Self::Verbs(error) => error.is_retryable(),
-            Self::Port { .. } | Self::Connection { .. } | Self::Thread { .. } => true,
+            Self::Device { .. }
+            | Self::Port { .. }
+            | Self::Connection { .. }
+            | Self::Thread { .. } => true,
             Self::Setting { .. } | Self::UnknownDevice { .. } | Self::Closed => false,
         }
     }

@@ -30,8 +30,8 @@ use crate::objects::{ObjectTable, Registration};
 #[cfg(feature = "sim")]
 use crate::sim::backend as sim;
 use crate::{
-    AccessFlags, AsyncEvent, Completion, DeviceAttr, GidEntry, HostMemory, InitAttr, PortAttr,
-    QpAttr, QpCapacity, RtrAttr, RtsAttr, VerbsError, WorkRequest,
+    AccessFlags, AsyncEvent, Completion, DeviceAttr, DeviceList, GidEntry, HostMemory, InitAttr,
+    PortAttr, QpAttr, QpCapacity, RtrAttr, RtsAttr, VerbsError, WorkRequest,
 };
 
 macro_rules! dispatch {
@@ -116,6 +116,15 @@ impl Device {
             Self::Ibv(ref device) => device.open().map(Context::Ibv),
             #[cfg(feature = "sim")]
             Self::Sim(ref device) => device.open().map(Context::Sim),
+        }
+    }
+
+    pub(crate) fn relist(&self) -> Result<DeviceList, VerbsError> {
+        match *self {
+            #[cfg(feature = "ibv")]
+            Self::Ibv(_) => ibv::devices(),
+            #[cfg(feature = "sim")]
+            Self::Sim(ref device) => Ok(device.relist()),
         }
     }
 }

@@ -48,6 +48,17 @@ impl Device {
         self.node_guid
     }
 
+    /// The devices of the machine as they are now: one that was pulled out and put back has to be
+    /// found there again, by its name.
+    ///
+    /// # Errors
+    ///
+    /// The list cannot be read.
+    pub fn relist(&self) -> Result<DeviceList, VerbsError> {
+        fork::check()?;
+        self.backend.relist()
+    }
+
     /// Opens the device (`ibv_open_device`) on a new [control thread](crate::ControlThread), and
     /// waits for it at most [`OPEN_LIMIT`].
     pub fn open(&self) -> Result<Context, VerbsError> {

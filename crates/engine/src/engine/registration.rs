@@ -4,11 +4,10 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use rerail_transport::TransportError;
 use rerail_transport::machine::ids::RegionId;
 use rerail_transport::machine::publisher::{Edit, KeyPair};
 use rerail_transport::rdma::{Piece, RegisteredMemory};
-use rerail_verbs::{AccessFlags, HostMemory};
+use rerail_verbs::{AccessFlags, HostMemory, VerbsError};
 
 use super::{Engine, Inner};
 use crate::memory::{Admission, MemoryOptions, Region, Removal};
@@ -69,10 +68,12 @@ impl Engine {
             return Err(error);
         }
         let mut registry = inner.registry_mut();
-        regions
-            .into_iter()
-            .for_each(|region| registry.enter(region));
+        for region in &regions {
+            registry.enter(Arc::clone(region));
+        }
         drop(registry);
+        // A device that was opened again meanwhile did not find it yet.
+        regions.iter().for_each(|region| inner.rekey(region));
         inner.wait_stored();
         Ok(())
     }
@@ -105,10 +106,7 @@ impl Inner {
                 if options.remote_accessible {
                     access |= AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
                 }
-                Some(
-                    rdma.register(memory, access)
-                        .map_err(TransportError::from)?,
-                )
+                Some(rdma.register(memory, access)?)
             }
             None => None,
         };
@@ -121,11 +119,7 @@ impl Inner {
         }
         let pieces = match &rdma {
             Some(registered) => registered.pieces().collect(),
-            None => vec![Piece {
-                addr: memory.addr(),
-                length: memory.length() as u64,
-                keys: Arc::from([]),
-            }],
+            None => vec![Piece::new(memory.addr(), memory.length() as u64, [])],
         };
         let (memory, options) = (memory.clone(), options.clone());
         Ok(Arc::new(Region::new(
@@ -174,6 +168,15 @@ impl Inner {
         Ok(vec![region])
     }
 
+    /// Publishes the keys that a registration has now, where they differ.
+    fn rekey(&self, region: &Region) {
+        for nic in self.rdma.iter().flat_map(|rdma| rdma.nics()) {
+            let local = nic.index();
+            let keys = region.keys_of(local).into_iter().collect();
+            self.publication.edit(Edit::Rekey { local, keys });
+        }
+    }
+
     fn unpublish(&self, region: &Region) {
         for region in &region.published {
             self.publication.edit(Edit::Unregister { region: *region });
@@ -193,14 +196,20 @@ impl Inner {
     fn wait_deregistered(&self, addr: u64) -> Result<()> {
         let nics = self.rdma.iter().flat_map(|rdma| rdma.nics());
         // All at once, since devices work side by side.
-        let barriers: Vec<_> = nics
-            .map(|nic| (nic.name(), nic.context().control().submit(|| ())))
+        let controls = nics.flat_map(|nic| {
+            let controls = nic.controls().into_iter();
+            controls.map(|control| (nic.name(), control))
+        });
+        let barriers: Vec<_> = controls
+            .map(|(device, control)| (device, control.submit(|| ())))
             .collect();
         let begin = Instant::now();
         for (device, barrier) in barriers {
             let left = DEREGISTER_LIMIT.saturating_sub(begin.elapsed());
             match barrier.and_then(|barrier| barrier.wait_timeout(left)) {
                 Ok(()) => {}
+                // A device is closed once everything of it is gone.
+                Err(VerbsError::ControlClosed { .. } | VerbsError::JobLost { .. }) => {}
                 Err(error) => {
                     tracing::warn!(device, addr, %error, "memory is not deregistered yet");
                     let owner = format!("device {device}, which has not deregistered it yet");

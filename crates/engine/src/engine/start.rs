@@ -14,7 +14,7 @@ use tokio::runtime::Runtime;
 use super::{Engine, Inner, block};
 use crate::config::{EngineConfig, Transport};
 use crate::directory::Directory;
-use crate::memory::WILDCARD_LOCATION;
+use crate::memory::{Registry, WILDCARD_LOCATION};
 use crate::nics::{RailListener, Recorder};
 use crate::publication::{Publication, StorePlace};
 use crate::service::{EngineService, Shared};
@@ -95,11 +95,15 @@ impl Engine {
             rpc: RpcMeta::new(host, port),
         });
         let publication = Publication::new(clock, instance, record, place);
+        let registry = Arc::<RwLock<Registry>>::default();
         // Until these are set the listener refuses what it cannot answer.
         let _ = service.publication.set(publication.clone());
         if let Some(rdma) = &rdma {
             let _ = service.rdma.set(Arc::clone(rdma));
-            let recorder = Arc::new(Recorder(publication.clone()));
+            let recorder = Arc::new(Recorder {
+                publication: publication.clone(),
+                registry: Arc::clone(&registry),
+            });
             rdma.set_events(Arc::new(RailListener {
                 rdma: Arc::downgrade(rdma),
                 publication: publication.clone(),
@@ -121,7 +125,7 @@ impl Engine {
                 rdma,
                 tcp,
                 server: Some(server),
-                registry: RwLock::default(),
+                registry,
                 registering: Mutex::default(),
                 next_region: AtomicU64::new(1),
                 next_peer: AtomicU64::new(1),

@@ -17,6 +17,7 @@ use super::data_thread::Clock;
 use super::endpoint::{CLOSED, CloseCause, Endpoint, Input, Offer, Parties, is_same};
 use super::inbox::{EndpointKey, Inbox, Order};
 use super::nic::Nic;
+use super::opening::Opening;
 use super::rail::Rail;
 use super::signaling::Signaling;
 use super::transfer::Transfer;
@@ -155,6 +156,13 @@ impl Connector {
         {
             return;
         }
+        let opening = match nic.open_device() {
+            Ok(opening) => opening,
+            Err(error) => {
+                rail.failed(self.shared.clock.now(), error.to_string());
+                return;
+            }
+        };
         let parties = Parties {
             local_path: self.shared.identity.path(nic),
             peer_path: rail.peer_nic().path.clone(),
@@ -162,7 +170,7 @@ impl Connector {
             peer_instance: instance,
             fallback: Some((rail.peer_nic().gid, rail.peer_nic().lid)),
         };
-        let mailbox = self.spawn(&mut table, nic, parties);
+        let mailbox = self.spawn(&mut table, nic, opening, parties);
         // The task has only just been made: it is there.
         let _ = mailbox.send(Mail::Bind(Arc::clone(rail)));
         let _ = mailbox.send(Mail::Input(Input::Open));
@@ -213,9 +221,9 @@ impl Connector {
             let reason = "ready acknowledgement for an endpoint that is not connected";
             return refuse(&offer, answer, reason.into());
         }
-        if !nic.is_gate_open() {
+        let Some(opening) = nic.opening().filter(|_| nic.is_gate_open()) else {
             return refuse(&offer, answer, format!("{} is withdrawn", nic.name()));
-        }
+        };
         if table.by_key.len() >= self.shared.config.endpoints_max as usize {
             return refuse(&offer, answer, "too many endpoints".into());
         }
@@ -241,7 +249,7 @@ impl Connector {
             peer_instance: offer.instance.clone(),
             fallback: None,
         };
-        let mailbox = self.spawn(&mut table, nic, parties);
+        let mailbox = self.spawn(&mut table, nic, opening, parties);
         let key = table.last_key;
         table.half_open.insert(key, nic.index().0);
         let _ = mailbox.send(Mail::Request(offer, answer));
@@ -294,7 +302,13 @@ impl Connector {
         }
     }
 
-    fn spawn(&self, table: &mut Table, nic: &Arc<Nic>, parties: Parties) -> Mailbox {
+    fn spawn(
+        &self,
+        table: &mut Table,
+        nic: &Arc<Nic>,
+        opening: Arc<Opening>,
+        parties: Parties,
+    ) -> Mailbox {
         table.last_key += 1;
         let key = table.last_key;
         let (mailbox, mail) = mpsc::unbounded_channel();
@@ -311,7 +325,7 @@ impl Connector {
         let task = EndpointTask::new(
             self.clone(),
             key,
-            Arc::clone(nic),
+            (Arc::clone(nic), opening),
             Arc::clone(&self.shared.inboxes[nic.index().0 as usize]),
             parties.peer_path,
             machine,

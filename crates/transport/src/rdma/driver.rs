@@ -26,10 +26,12 @@ use crate::machine::verdict::{RequestFault, Verdict, verdict};
 
 mod check;
 mod doubt;
+mod openings;
 mod settle;
 
 use check::Pace;
 use doubt::doubts_reads;
+use openings::Openings;
 
 /// Work requests in one post.
 const BATCH_MAX: usize = 16;
@@ -57,6 +59,7 @@ pub enum Activity {
 /// The machinery of one NIC.
 pub struct Driver {
     nic: Arc<Nic>,
+    openings: Openings,
     inbox: Arc<Inbox>,
     window_bytes: u64,
     progress_timeout: Duration,
@@ -89,6 +92,7 @@ impl Driver {
         let flights_max = config.cqe_max.min(nic.attr().max_cqe);
         Self {
             doubts_reads: doubts_reads(nic.attr().vendor_id),
+            openings: Openings::new(&nic),
             nic,
             inbox,
             window_bytes: config.window_bytes,
@@ -195,7 +199,8 @@ impl Driver {
                     }
                     return;
                 }
-                let link = Box::new(Link::new(endpoint, pairs, gate, now));
+                let mut link = Box::new(Link::new(endpoint, pairs, gate, now));
+                link.opening = self.openings.seen();
                 if let Ok(key) = self.links.insert(link) {
                     self.link_keys.insert(endpoint, key);
                     self.lanes[lane].link = Some(key);
@@ -253,9 +258,25 @@ impl Driver {
     }
 
     fn poll(&mut self, now: Time) -> bool {
+        if self.nic.openings() != self.openings.seen() {
+            self.openings.renew(&self.nic);
+        }
+        let mut busy = false;
+        self.pace.queue_empty = true;
+        for index in 0..self.openings.count() {
+            busy |= self.poll_queue(index, now);
+        }
+        busy
+    }
+
+    /// Takes what has completed on the completion queue of an opening of the device.
+    fn poll_queue(&mut self, index: usize, now: Time) -> bool {
         let mut busy = false;
         for _ in 0..POLLS_PER_STEP_MAX {
-            let count = match self.nic.cq().poll(&mut self.completions) {
+            let Some(cq) = self.openings.cq(index) else {
+                return busy;
+            };
+            let count = match cq.poll(&mut self.completions) {
                 Ok(count) => count,
                 Err(error) => {
                     self.break_all(&error.to_string(), now);
@@ -267,11 +288,12 @@ impl Driver {
                 self.complete(&completion, now);
             }
             busy |= count > 0;
-            self.pace.queue_empty = count < POLL_MAX;
-            if self.pace.queue_empty {
-                break;
+            if count < POLL_MAX {
+                return busy;
             }
         }
+        // More may be waiting.
+        self.pace.queue_empty = false;
         busy
     }
 
@@ -481,11 +503,11 @@ fn work_request(
     let local = Sge {
         addr,
         length: slice.length,
-        lkey: *lkeys.get(local_nic as usize)?,
+        lkey: lkeys.get(local_nic as usize)?,
     };
     let remote = RemoteAddress {
         addr: remote,
-        rkey: *rkeys.get(peer_nic as usize)?,
+        rkey: rkeys.get(peer_nic as usize)?,
     };
     Some(match spec.opcode {
         RdmaOpcode::Read => WorkRequest::read(0, local, remote),

@@ -61,6 +61,8 @@ pub(super) struct SendQueue {
 /// An endpoint on which work is posted, or was until it broke.
 pub(super) struct Link {
     pub(super) endpoint: EndpointKey,
+    /// Number of the device's opening that it belongs to, or an earlier one.
+    pub(super) opening: u32,
     /// Gone once nothing may be posted any more, so that the owner can destroy them.
     pub(super) pairs: Option<Arc<Pairs>>,
     gate: Arc<AtomicBool>,
@@ -90,6 +92,7 @@ impl Link {
         });
         Self {
             endpoint,
+            opening: 0,
             queues: queues.collect(),
             pairs: Some(pairs),
             gate,

@@ -14,7 +14,7 @@
 //! | [`signaling`] | how Connection messages reach a peer |
 //! | [`events`] | what the engine is told of the rails, and asked |
 //! | [`watch`] | events and readings of the own ports, and what follows from them |
-//! | [`nic`], [`memory`], [`config`] | ports, registered memory, settings |
+//! | [`nic`], [`opening`], [`memory`], [`config`] | ports, open devices, registered memory, settings |
 //!
 //! # The way of a transfer
 //!
@@ -35,6 +35,7 @@ mod link;
 pub mod memory;
 pub mod nic;
 mod open;
+pub mod opening;
 mod pairs;
 pub mod rail;
 pub mod router;

@@ -1,34 +1,25 @@
-//! A local NIC's port: its context, protection domain and completion queue, and what is known of
-//! the port.
+//! A local NIC's port: its open device, and what is known of the port.
 //!
 //! Deliberately not here: reading the port again after an event (the observer decides that, and
 //! tells [`Nic::set_facts`]), and the data thread.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use rerail_topology::gid::{Hysteresis, HysteresisTimes, PortTable, Selection, rank};
-use rerail_verbs::{
-    AccessFlags, CompletionQueue, Context, Device, DeviceAttr, Gid, HostMemory, LinkLayer,
-    MemoryRegion, Mtu, ProtectionDomain, VerbsError,
-};
+use rerail_verbs::{Context, ControlThread, Device, DeviceAttr, Gid, LinkLayer, Mtu};
 
 use super::config::RdmaConfig;
+use super::opening::Opening;
 use super::watch::read_port;
 use crate::TransportError;
 use crate::machine::ids::LocalNic;
 use crate::machine::observer;
 
-/// How long registering memory may take: pinning a terabyte takes minutes.
-const REGISTER_LIMIT: Duration = Duration::from_secs(600);
-
 /// How long any other verb may take at start.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
-
-/// Bytes that probes read to: the largest path MTU.
-const SCRATCH_BYTES: usize = 4096;
 
 /// MTU of a port whose own is not known: every device carries it.
 const MTU_UNKNOWN: Mtu = Mtu::Mtu1024;
@@ -89,21 +80,23 @@ pub(super) enum PortWish {
     Any,
 }
 
-/// A port of a device that is open. Shared by all threads.
+/// A port of a device. Shared by all threads.
+///
+/// The device is open but for the time from its death until it is opened again.
 #[derive(Debug)]
 pub struct Nic {
     index: LocalNic,
     name: String,
     port: u32,
+    device: Device,
     attr: DeviceAttr,
     gate: AtomicBool,
     facts: ArcSwapOption<PortFacts>,
-    /// Where probes read to: nobody looks at it.
-    scratch: MemoryRegion,
-    // Dropped in this order, though verbs would keep it right in any.
-    cq: CompletionQueue,
-    pd: ProtectionDomain,
-    context: Context,
+    opening: ArcSwapOption<Opening>,
+    /// Number of the opening, one more while there is none: what a data thread looks at.
+    openings: AtomicU32,
+    /// Control threads of this opening and of earlier ones that are not closed yet.
+    controls: Mutex<Vec<ControlThread>>,
 }
 
 impl Nic {
@@ -124,32 +117,20 @@ impl Nic {
         config: &RdmaConfig,
         wish: PortWish,
     ) -> Result<Self, TransportError> {
-        let context = device.open()?;
-        let opened = context.clone();
-        let config = config.clone();
-        let cqe_max = config.cqe_max;
-        let pending = context.control().submit(move || {
-            let attr = opened.device_attr()?;
-            let facts = match (first_facts(&opened, port, &config), wish) {
-                (Ok(facts), _) => Some(facts),
-                (Err(error @ TransportError::Port { .. }), PortWish::Any) => {
-                    tracing::warn!(%error, "the port is taken in once it is usable");
-                    None
-                }
-                (Err(error), _) => return Err(error),
-            };
-            let pd = opened.alloc_pd()?;
-            let cq = opened.create_cq(cqe_max.min(attr.max_cqe))?;
-            let memory = HostMemory::allocate(SCRATCH_BYTES);
-            let memory = memory.map_err(|error| TransportError::Port {
-                device: opened.name().to_owned(),
-                port,
-                reason: format!("no memory for probes: {error}"),
-            })?;
-            let scratch = pd.register(&memory, 0, SCRATCH_BYTES, AccessFlags::LOCAL_WRITE)?;
-            Ok::<_, TransportError>((attr, facts, pd, cq, scratch))
-        })?;
-        let (attr, facts, pd, cq, scratch) = pending.wait_timeout(OPEN_LIMIT)??;
+        let opening = Opening::new(device, 0, config)?;
+        let (context, for_job) = (opening.context().clone(), config.clone());
+        let pending = opening
+            .context()
+            .control()
+            .submit(move || first_facts(&context, port, &for_job))?;
+        let facts = match (pending.wait_timeout(OPEN_LIMIT)?, wish) {
+            (Ok(facts), _) => Some(facts),
+            (Err(error @ TransportError::Port { .. }), PortWish::Any) => {
+                tracing::warn!(%error, "the port is taken in once it is usable");
+                None
+            }
+            (Err(error), _) => return Err(error),
+        };
         if let Some(facts) = &facts {
             tracing::info!(
                 nic = name, port, gid = %facts.gid.gid, gid_index = facts.gid.index,
@@ -160,13 +141,13 @@ impl Nic {
             index,
             name: name.to_owned(),
             port,
-            attr,
+            device: device.clone(),
+            attr: opening.attr().clone(),
             gate: AtomicBool::new(facts.is_some()),
             facts: ArcSwapOption::from_pointee(facts),
-            scratch,
-            cq,
-            pd,
-            context,
+            controls: Mutex::new(vec![opening.context().control().clone()]),
+            opening: ArcSwapOption::from_pointee(opening),
+            openings: AtomicU32::new(0),
         })
     }
 
@@ -180,6 +161,11 @@ impl Nic {
         &self.name
     }
 
+    /// Name of the device.
+    pub fn device(&self) -> &str {
+        self.device.name()
+    }
+
     /// Port, from 1.
     pub fn port(&self) -> u32 {
         self.port
@@ -190,24 +176,64 @@ impl Nic {
         &self.attr
     }
 
+    /// The open device; `None` while it is dead.
+    pub fn opening(&self) -> Option<Arc<Opening>> {
+        self.opening.load_full()
+    }
+
     /// The open device.
-    pub fn context(&self) -> &Context {
-        &self.context
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Device`] while it is dead.
+    pub fn open_device(&self) -> Result<Arc<Opening>, TransportError> {
+        self.opening().ok_or_else(|| TransportError::Device {
+            device: self.device().to_owned(),
+            reason: "it died, and is not open again yet".into(),
+        })
     }
 
-    /// The protection domain of all regions and queue pairs.
-    pub fn pd(&self) -> &ProtectionDomain {
-        &self.pd
+    /// Changes whenever [`opening`](Self::opening) does.
+    pub(super) fn openings(&self) -> u32 {
+        self.openings.load(Ordering::Acquire)
     }
 
-    /// Where all completions arrive.
-    pub fn cq(&self) -> &CompletionQueue {
-        &self.cq
+    /// Control threads of this opening and of earlier ones that are not closed yet: what was
+    /// registered before is deregistered once each has run a job that is submitted now.
+    pub fn controls(&self) -> Vec<ControlThread> {
+        let mut controls = self.lock_controls();
+        controls.retain(|control| !control.is_closed());
+        controls.clone()
     }
 
-    /// Memory of its own that probes read to, one path MTU long.
-    pub fn scratch(&self) -> &MemoryRegion {
-        &self.scratch
+    /// Lets go of the device without waiting for it: it closes once the last of what was made of
+    /// it is gone.
+    pub(super) fn release(&self) {
+        if self.opening.swap(None).is_some() {
+            self.openings.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Opens the device again. Blocks. Nothing uses it before it is [installed](Self::install).
+    pub(super) fn reopen(&self, config: &RdmaConfig) -> Result<Arc<Opening>, TransportError> {
+        // A device that was pulled out and put back is another one, of the same name.
+        let devices = self.device.relist()?;
+        let device = devices.find(self.device.name());
+        let device = device.ok_or_else(|| TransportError::UnknownDevice {
+            device: self.device().to_owned(),
+            available: devices.to_string(),
+        })?;
+        let opening = Opening::new(device, self.openings() + 1, config)?;
+        self.lock_controls()
+            .push(opening.context().control().clone());
+        Ok(Arc::new(opening))
+    }
+
+    /// Takes a device in that was opened again.
+    pub(super) fn install(&self, opening: Arc<Opening>) {
+        let number = opening.number();
+        self.opening.store(Some(opening));
+        self.openings.store(number, Ordering::Release);
     }
 
     /// What the port is, or was when it was last usable; `None` before it was usable once.
@@ -230,21 +256,9 @@ impl Nic {
         self.gate.store(open, Ordering::Release);
     }
 
-    /// Registers `length` bytes of `memory` from `offset` on the control thread. Blocks.
-    pub fn register(
-        &self,
-        memory: &HostMemory,
-        offset: usize,
-        length: usize,
-        access: AccessFlags,
-    ) -> Result<MemoryRegion, VerbsError> {
-        let (pd, memory) = (self.pd.clone(), memory.clone());
-        let control = self.context.control().clone();
-        let pending = self.context.control().submit(move || {
-            control.allow(REGISTER_LIMIT);
-            pd.register(&memory, offset, length, access)
-        })?;
-        pending.wait_timeout(REGISTER_LIMIT)?
+    fn lock_controls(&self) -> MutexGuard<'_, Vec<ControlThread>> {
+        // A list of handles is whole whatever panicked.
+        self.controls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -97,7 +97,7 @@ fn find<'a>(list: &'a DeviceList, wish: &str) -> Result<(&'a Device, u32), Trans
 
 /// The device's name for its first used port, `<device>:<port>` for each further one.
 fn name(nics: &[Arc<Nic>], device: &str, port: u32) -> String {
-    if nics.iter().any(|nic| nic.context().name() == device) {
+    if nics.iter().any(|nic| nic.device() == device) {
         format!("{device}:{port}")
     } else {
         device.to_owned()

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rerail_verbs::{
-    AccessFlags, InitAttr, PathAttr, QpCapacity, QpInit, QueuePair, RtrAttr, RtsAttr,
+    AccessFlags, ControlThread, InitAttr, PathAttr, QpCapacity, QpInit, QueuePair, RtrAttr, RtsAttr,
 };
 
 use super::config::RdmaConfig;
 use super::endpoint::{LocalEnds, PeerEnds};
 use super::nic::{Nic, PortFacts};
+use super::opening::Opening;
 use crate::TransportError;
 
 /// Reads in flight on a queue pair. C++ peers ask for 16 without looking at the device.
@@ -27,6 +28,7 @@ const RESOLVE_LIMIT: Duration = Duration::from_secs(2);
 /// Makes the queue pairs of an endpoint and moves them to INIT.
 pub(super) fn prepare(
     nic: &Nic,
+    opening: &Opening,
     config: &RdmaConfig,
     psn: u32,
 ) -> Result<(Vec<QueuePair>, LocalEnds), TransportError> {
@@ -48,9 +50,9 @@ pub(super) fn prepare(
     };
     let mut pairs = Vec::new();
     for _ in 0..config.qp_per_endpoint {
-        let pair = nic.pd().create_qp(QpInit {
-            send_cq: nic.cq(),
-            recv_cq: nic.cq(),
+        let pair = opening.pd().create_qp(QpInit {
+            send_cq: opening.cq(),
+            recv_cq: opening.cq(),
             capacity,
         })?;
         pair.to_init(&init)?;
@@ -72,6 +74,7 @@ pub(super) fn prepare(
 pub(super) fn raise(
     pairs: &[QueuePair],
     nic: &Nic,
+    control: &ControlThread,
     config: &RdmaConfig,
     local: &LocalEnds,
     peer: &PeerEnds,
@@ -80,9 +83,7 @@ pub(super) fn raise(
     // A peer that does not say its MTU gets our own: both ends have to agree (report H09).
     let path_mtu = peer.path_mtu.map_or(facts.mtu, |mtu| mtu.min(facts.mtu));
     let count = u32::try_from(pairs.len()).unwrap_or(u32::MAX);
-    nic.context()
-        .control()
-        .allow(RESOLVE_LIMIT.saturating_mul(count));
+    control.allow(RESOLVE_LIMIT.saturating_mul(count));
     let served_by_peer = u32::from(peer.rd_atomic.unwrap_or(RD_ATOMIC as u8));
     for (pair, dest_qp_num) in pairs.iter().zip(&peer.qp_nums) {
         pair.to_rtr(&RtrAttr {
@@ -115,7 +116,7 @@ pub(super) fn raise(
 
 fn facts(nic: &Nic) -> Result<Arc<PortFacts>, TransportError> {
     nic.facts().ok_or_else(|| TransportError::Port {
-        device: nic.context().name().to_owned(),
+        device: nic.device().to_owned(),
         port: nic.port(),
         reason: "it has not been usable yet".into(),
     })

@@ -4,6 +4,7 @@
 //! consist of several, each with keys of its own (report R12).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How long slices are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -49,8 +50,58 @@ pub struct Piece {
     /// Bytes.
     pub length: u64,
     /// One key per NIC of the owner: lkeys at the near end, rkeys at the far end.
-    pub keys: Arc<[u32]>,
+    pub keys: Arc<Keys>,
 }
+
+impl Piece {
+    /// A piece whose keys do not change.
+    pub fn new(addr: u64, length: u64, keys: impl IntoIterator<Item = u32>) -> Self {
+        let keys = Keys::new(keys.into_iter().map(Some));
+        Self { addr, length, keys }
+    }
+}
+
+/// Keys of a region, one per NIC of its owner. A NIC whose device is dead has none, until it is
+/// open again and the memory registered with it anew: transfers that are under way find that one.
+#[derive(Debug)]
+pub struct Keys(Box<[AtomicU64]>);
+
+/// Stands for no key: keys have 32 bits.
+const NO_KEY: u64 = u64::MAX;
+
+impl Keys {
+    /// Keys by NIC.
+    pub fn new(keys: impl IntoIterator<Item = Option<u32>>) -> Arc<Self> {
+        let keys = keys.into_iter();
+        let keys = keys.map(|key| AtomicU64::new(key.map_or(NO_KEY, u64::from)));
+        Arc::new(Self(keys.collect()))
+    }
+
+    /// The key for a NIC.
+    pub fn get(&self, nic: usize) -> Option<u32> {
+        let key = self.0.get(nic)?.load(Ordering::Acquire);
+        u32::try_from(key).ok()
+    }
+
+    /// Changes the key for a NIC. Nothing happens for one that is not there.
+    pub(super) fn set(&self, nic: usize, key: Option<u32>) {
+        if let Some(slot) = self.0.get(nic) {
+            slot.store(key.map_or(NO_KEY, u64::from), Ordering::Release);
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = Option<u32>> {
+        (0..self.0.len()).map(|nic| self.get(nic))
+    }
+}
+
+impl PartialEq for Keys {
+    fn eq(&self, other: &Self) -> bool {
+        self.iter().eq(other.iter())
+    }
+}
+
+impl Eq for Keys {}
 
 /// One end of a request: bytes in one or several regions that follow each other without a gap.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -88,7 +139,7 @@ impl Span {
     }
 
     /// Address of the byte at `offset`, bytes from there to the seam, and the region's keys.
-    pub fn at(&self, offset: u64) -> Option<(u64, u64, &[u32])> {
+    pub fn at(&self, offset: u64) -> Option<(u64, u64, &Keys)> {
         let addr = self.addr.checked_add(offset)?;
         let index = self
             .pieces
@@ -112,7 +163,7 @@ mod tests {
         Piece {
             addr,
             length,
-            keys: Arc::from([key]),
+            keys: Keys::new([Some(key)]),
         }
     }
 
@@ -139,10 +190,14 @@ mod tests {
             [piece(100, 100, 1), piece(200, 100, 2), piece(300, 100, 3)],
         )
         .expect("covered");
-        assert_eq!(span.at(0), Some((150, 50, &[1][..])));
-        assert_eq!(span.at(49), Some((199, 1, &[1][..])));
-        assert_eq!(span.at(50), Some((200, 100, &[2][..])));
-        assert_eq!(span.at(199), Some((349, 51, &[3][..])));
+        let at = |offset| {
+            let (addr, room, keys) = span.at(offset).expect("inside");
+            (addr, room, keys.get(0))
+        };
+        assert_eq!(at(0), (150, 50, Some(1)));
+        assert_eq!(at(49), (199, 1, Some(1)));
+        assert_eq!(at(50), (200, 100, Some(2)));
+        assert_eq!(at(199), (349, 51, Some(3)));
     }
 
     #[test]

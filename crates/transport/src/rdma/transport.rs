@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use rerail_verbs::{AccessFlags, DeviceList, HostMemory, VerbsError};
+use rerail_verbs::{AccessFlags, DeviceList, HostMemory};
 use tokio::runtime;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -15,7 +15,7 @@ use super::driver::Driver;
 use super::endpoint::Offer;
 use super::events::RdmaEvents;
 use super::inbox::{Inbox, Wake};
-use super::memory::RegisteredMemory;
+use super::memory::{RegisteredMemory, Registrations};
 use super::nic::Nic;
 use super::rail::{Peer, PeerSpec};
 use super::router::Router;
@@ -38,6 +38,7 @@ pub struct RdmaTransport {
     clock: Clock,
     identity: Identity,
     nics: Vec<Arc<Nic>>,
+    registrations: Arc<Registrations>,
     connector: Connector,
     router: Arc<Router>,
     runtime: runtime::Handle,
@@ -105,6 +106,7 @@ impl RdmaTransport {
         Ok(Self {
             runtime,
             watch: OnceLock::new(),
+            registrations: Arc::default(),
             config,
             clock,
             identity,
@@ -129,6 +131,7 @@ impl RdmaTransport {
     ) -> Result<(), TransportError> {
         let watch = Watch::start(Parts {
             nics: self.nics.clone(),
+            registrations: Arc::clone(&self.registrations),
             config: self.config.clone(),
             clock: self.clock,
             connector: self.connector.clone(),
@@ -212,8 +215,10 @@ impl RdmaTransport {
         &self,
         memory: &HostMemory,
         access: AccessFlags,
-    ) -> Result<RegisteredMemory, VerbsError> {
-        RegisteredMemory::register(&self.nics, memory, access, self.config.mr_bytes_max)
+    ) -> Result<RegisteredMemory, TransportError> {
+        let mr_bytes_max = self.config.mr_bytes_max;
+        self.registrations
+            .register(&self.nics, memory, access, mr_bytes_max)
     }
 
     /// Starts a transfer. Never blocks; `on_finished` is told once it is over.

@@ -27,13 +27,15 @@ use tokio::runtime;
 use super::config::RdmaConfig;
 use super::connector::Connector;
 use super::data_thread::Clock;
+use super::memory::Registrations;
 use super::nic::{Nic, PortFacts};
+use super::opening::Opening;
 use super::router::Router;
 use crate::TransportError;
 use crate::event::{Event, Events};
 use crate::machine::ids::LocalNic;
 use crate::machine::observer::{
-    self, Action, CloseCause, Input, Observer, ObserverConfig, Outcome, ReadId,
+    self, Action, CloseCause, DeathCause, Input, Observer, ObserverConfig, Outcome, ReadId,
 };
 use crate::machine::rail::LocalGate;
 use crate::machine::{Machine, Time, drive};
@@ -58,6 +60,9 @@ pub trait NicListener: Send + Sync {
     /// A port differs from what was told before: for the record. `gids` are those that peers may
     /// use, best first; none while the port is down.
     fn port(&self, local: LocalNic, facts: observer::PortFacts, gids: Vec<Gid>);
+
+    /// A device was opened again, and all memory registered with it: it has new keys.
+    fn rekeyed(&self, local: LocalNic);
 }
 
 /// What reaches the thread from others.
@@ -69,8 +74,12 @@ enum Mail {
         read: ReadId,
         result: Result<observer::PortReading, VerbsError>,
     },
-    /// A device could not be opened again.
-    NotReopened { nic: usize, epoch: u32 },
+    /// A device was opened again, with all memory registered, or was not.
+    Reopened {
+        nic: usize,
+        epoch: u32,
+        result: Result<(), TransportError>,
+    },
     /// Something suggests that a port, or all, may differ.
     Hint(Option<LocalNic>),
 }
@@ -104,6 +113,7 @@ pub(super) struct Watch {
 /// What the thread works on.
 pub(super) struct Parts {
     pub(super) nics: Vec<Arc<Nic>>,
+    pub(super) registrations: Arc<Registrations>,
     pub(super) config: RdmaConfig,
     pub(super) clock: Clock,
     pub(super) connector: Connector,
@@ -157,6 +167,8 @@ impl Drop for Watch {
 
 struct Entry {
     nic: Arc<Nic>,
+    /// The device whose events are read; `None` while it is dead.
+    opening: Option<Arc<Opening>>,
     observer: Observer,
 }
 
@@ -178,11 +190,12 @@ impl Watcher {
             observer: Observer::new(
                 now,
                 config,
-                nic.context().name(),
+                nic.device(),
                 &parts.config.gids,
                 [nic.port()],
                 rand::random(),
             ),
+            opening: nic.opening(),
             nic: Arc::clone(nic),
         });
         Self {
@@ -222,13 +235,11 @@ impl Watcher {
 
     fn wait(&self, due: Time) {
         let left = due.saturating_since(self.parts.clock.now());
-        let contexts: Vec<_> = self
+        let openings = self
             .entries
             .iter()
-            .filter(|entry| entry.observer.is_alive())
-            .map(|entry| entry.nic.context())
-            .collect();
-        let channels = contexts.iter().filter_map(|context| context.async_fd());
+            .filter_map(|entry| entry.opening.as_ref());
+        let channels = openings.filter_map(|opening| opening.context().async_fd());
         let fds = [self.shared.wake.as_fd()]
             .into_iter()
             .chain(self.hints.fd())
@@ -258,11 +269,7 @@ impl Watcher {
     fn read_mail(&mut self, now: Time, mail: Mail) {
         match mail {
             Mail::Hint(local) => self.hint(now, local),
-            Mail::NotReopened { nic, epoch } => {
-                if let Some(entry) = self.entries.get_mut(nic) {
-                    entry.observer.handle(now, Input::ReopenFailed { epoch });
-                }
-            }
+            Mail::Reopened { nic, epoch, result } => self.reopened(now, nic, epoch, result),
             Mail::Read {
                 nic,
                 epoch,
@@ -282,15 +289,36 @@ impl Watcher {
         }
     }
 
+    fn reopened(&mut self, now: Time, nic: usize, epoch: u32, result: Result<(), TransportError>) {
+        let Some(entry) = self.entries.get_mut(nic) else {
+            return;
+        };
+        let name = entry.nic.name();
+        match result {
+            Ok(()) => {
+                entry.opening = entry.nic.opening();
+                tracing::info!(nic = name, "the device is open again");
+                self.parts.listener.rekeyed(entry.nic.index());
+                let nic = name.to_owned();
+                self.parts.events.tell(now, &Event::ContextReopened { nic });
+                entry.observer.handle(now, Input::Reopened { epoch });
+            }
+            Err(error) => {
+                tracing::warn!(nic = name, %error, "the device cannot be opened again yet");
+                entry.observer.handle(now, Input::ReopenFailed { epoch });
+            }
+        }
+    }
+
     /// Reads a context's event channel until it is empty. What is taken is acknowledged.
     fn take_events(&mut self, now: Time, index: usize) {
         for _ in 0..EVENTS_MAX {
             let entry = &mut self.entries[index];
-            if !entry.observer.is_alive() {
+            let Some(opening) = &entry.opening else {
                 return;
-            }
+            };
             let epoch = entry.observer.epoch();
-            let event = match entry.nic.context().next_event() {
+            let event = match opening.context().next_event() {
                 Ok(None) => return,
                 Ok(Some(event)) => event,
                 Err(error) => {
@@ -314,7 +342,11 @@ impl Watcher {
 
     fn check_control(&mut self, now: Time, index: usize) {
         let entry = &mut self.entries[index];
-        if entry.observer.is_alive() && entry.nic.context().control().is_overdue(VERB_LIMIT) {
+        let control = entry
+            .opening
+            .as_ref()
+            .map(|opening| opening.context().control());
+        if control.is_some_and(|control| control.is_overdue(VERB_LIMIT)) {
             let epoch = entry.observer.epoch();
             let verb = "a verb of the control thread";
             entry.observer.handle(now, Input::VerbHung { epoch, verb });
@@ -328,19 +360,34 @@ impl Watcher {
             entries,
             ..
         } = self;
-        let Entry { nic, observer } = &mut entries[index];
+        let Entry {
+            nic,
+            opening,
+            observer,
+        } = &mut entries[index];
         let epoch = observer.epoch();
-        drive(observer, now, |action| {
-            act(parts, shared, nic, epoch, now, action);
+        drive(observer, now, |action| match action {
+            Action::ReadPort(read) => {
+                if let Some(opening) = opening.as_ref() {
+                    read_in_pool(parts, shared, nic, opening, (epoch, read));
+                }
+            }
+            Action::ReleaseContext { cause } => {
+                *opening = None;
+                release(parts, nic, now, &cause);
+            }
+            Action::Reopen { epoch } => reopen_in_pool(parts, shared, nic, epoch),
+            action => act(parts, nic, now, action),
         });
     }
 }
 
 /// Carries out what the observer of `nic` wants.
-fn act(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u32, now: Time, action: Action) {
+fn act(parts: &Parts, nic: &Arc<Nic>, now: Time, action: Action) {
     let name = nic.name();
     match action {
-        Action::ReadPort(read) => read_in_pool(parts, shared, nic, epoch, read),
+        // They need more than this has.
+        Action::ReadPort(_) | Action::ReleaseContext { .. } | Action::Reopen { .. } => {}
         Action::Report { outcome, .. } => report(parts, name, now, &outcome),
         Action::CloseGate { cause, .. } => {
             nic.set_gate(false);
@@ -387,23 +434,50 @@ fn act(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u32, now: Tim
                 .connector
                 .queue_pair_event(nic.index(), queue_pair, kind);
         }
-        Action::ReleaseContext { cause } => {
-            tracing::error!(nic = name, %cause, "the device is given up");
-            let released = Event::ContextReleased {
-                nic: name.to_owned(),
-                cause: cause.to_string(),
-            };
-            parts.events.tell(now, &released);
-        }
-        Action::Reopen { epoch } => shared.send(Mail::NotReopened {
-            nic: nic.index().0 as usize,
-            epoch,
-        }),
     }
 }
 
-fn read_in_pool(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u32, read: ReadId) {
-    let (context, shared) = (nic.context().clone(), Arc::clone(shared));
+/// Lets go of a dead device and of all that was made of it, without waiting for it.
+fn release(parts: &Parts, nic: &Arc<Nic>, now: Time, cause: &DeathCause) {
+    tracing::error!(nic = nic.name(), %cause, "the device is given up");
+    nic.release();
+    let (registrations, dead) = (Arc::clone(&parts.registrations), Arc::clone(nic));
+    // A registration that hangs in the dead device must not hold up the others' news.
+    parts
+        .runtime
+        .spawn_blocking(move || registrations.release(&dead));
+    let released = Event::ContextReleased {
+        nic: nic.name().to_owned(),
+        cause: cause.to_string(),
+    };
+    parts.events.tell(now, &released);
+}
+
+fn reopen_in_pool(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u32) {
+    let (registrations, config) = (Arc::clone(&parts.registrations), parts.config.clone());
+    let (nic, shared) = (Arc::clone(nic), Arc::clone(shared));
+    parts.runtime.spawn_blocking(move || {
+        // What is registered with the dead device is let go of by now, or before this.
+        registrations.release(&nic);
+        let result = nic
+            .reopen(&config)
+            .and_then(|opening| registrations.register_again(&nic, opening));
+        shared.send(Mail::Reopened {
+            nic: nic.index().0 as usize,
+            epoch,
+            result,
+        });
+    });
+}
+
+fn read_in_pool(
+    parts: &Parts,
+    shared: &Arc<Shared>,
+    nic: &Nic,
+    opening: &Opening,
+    (epoch, read): (u32, ReadId),
+) {
+    let (context, shared) = (opening.context().clone(), Arc::clone(shared));
     let (index, pkey_index) = (nic.index().0 as usize, parts.config.pkey_index);
     parts.runtime.spawn_blocking(move || {
         let result = read_port(&context, read.port, pkey_index);

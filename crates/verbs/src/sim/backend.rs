@@ -14,8 +14,8 @@ use crate::control::ControlThread;
 use crate::error::{BackendResult, Errno, PostRefusal};
 use crate::objects::ObjectTable;
 use crate::{
-    AccessFlags, AsyncEvent, Completion, DeviceAttr, GidEntry, HostMemory, InitAttr, PortAttr,
-    QpAttr, QpCapacity, RtrAttr, RtsAttr, VerbsError, WorkRequest,
+    AccessFlags, AsyncEvent, Completion, DeviceAttr, DeviceList, GidEntry, HostMemory, InitAttr,
+    PortAttr, QpAttr, QpCapacity, RtrAttr, RtsAttr, VerbsError, WorkRequest,
 };
 
 /// An adapter for one process.
@@ -43,6 +43,10 @@ impl Device {
         } else {
             ControlThread::spawn(name)
         }
+    }
+
+    pub(crate) fn relist(&self) -> DeviceList {
+        self.fabric.devices_of(self.process)
     }
 
     pub(crate) fn open(&self) -> BackendResult<Context> {

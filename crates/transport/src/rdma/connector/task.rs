@@ -16,6 +16,7 @@ use super::super::endpoint::{
 };
 use super::super::inbox::{EndpointKey, Inbox, Order, Pairs};
 use super::super::nic::Nic;
+use super::super::opening::Opening;
 use super::super::pairs;
 use super::super::rail::Rail;
 use super::super::signaling::SignalError;
@@ -46,6 +47,8 @@ pub(super) struct EndpointTask {
     connector: Connector,
     key: EndpointKey,
     nic: Arc<Nic>,
+    /// The open device that its queue pairs are made of.
+    opening: Arc<Opening>,
     inbox: Arc<Inbox>,
     peer_path: String,
     machine: Endpoint,
@@ -67,7 +70,7 @@ impl EndpointTask {
     pub(super) fn new(
         connector: Connector,
         key: EndpointKey,
-        nic: Arc<Nic>,
+        (nic, opening): (Arc<Nic>, Arc<Opening>),
         inbox: Arc<Inbox>,
         peer_path: String,
         machine: Endpoint,
@@ -77,6 +80,7 @@ impl EndpointTask {
             connector,
             key,
             nic,
+            opening,
             inbox,
             peer_path,
             machine,
@@ -284,6 +288,7 @@ impl EndpointTask {
 
     fn prepare(&self) {
         let (nic, mailbox) = (Arc::clone(&self.nic), self.mailbox.clone());
+        let opening = Arc::clone(&self.opening);
         let config = self.connector.shared.config.clone();
         // Between Rerail peers packets of an earlier connection must not fit a later one.
         let psn = if self.connector.shared.identity.instance.is_some() {
@@ -291,8 +296,9 @@ impl EndpointTask {
         } else {
             0
         };
-        let submitted = self.nic.context().control().execute(move || {
-            let prepared = pairs::prepare(&nic, &config, psn).map_err(|error| error.to_string());
+        let submitted = self.opening.context().control().execute(move || {
+            let prepared =
+                pairs::prepare(&nic, &opening, &config, psn).map_err(|error| error.to_string());
             let _ = mailbox.send(Mail::Prepared(prepared));
         });
         if let Err(error) = submitted {
@@ -306,8 +312,9 @@ impl EndpointTask {
         };
         let (nic, mailbox) = (Arc::clone(&self.nic), self.mailbox.clone());
         let config = self.connector.shared.config.clone();
-        let submitted = self.nic.context().control().execute(move || {
-            let raised = pairs::raise(&pairs.0, &nic, &config, &local, &peer);
+        let control = self.opening.context().control().clone();
+        let submitted = self.opening.context().control().execute(move || {
+            let raised = pairs::raise(&pairs.0, &nic, &control, &config, &local, &peer);
             // Gone before the outcome is told, so that the owner can destroy them.
             drop(pairs);
             let raised = raised.map_err(|error| error.to_string());
@@ -322,7 +329,7 @@ impl EndpointTask {
         let (Some(pairs), mailbox) = (self.pairs.clone(), self.mailbox.clone()) else {
             return;
         };
-        let submitted = self.nic.context().control().submit_urgent(move || {
+        let submitted = self.opening.context().control().submit_urgent(move || {
             // All of them, whatever the others say.
             let failed = pairs
                 .0
@@ -345,7 +352,10 @@ impl EndpointTask {
     /// Destroys the queue pairs once nobody else has them, and tells when that is done.
     fn destroy(&mut self) {
         let pairs = self.pairs.take();
-        let (control, mailbox) = (self.nic.context().control().clone(), self.mailbox.clone());
+        let (control, mailbox) = (
+            self.opening.context().control().clone(),
+            self.mailbox.clone(),
+        );
         self.connector.shared.runtime.spawn(async move {
             if let Some(pairs) = pairs {
                 while Arc::strong_count(&pairs) > 1 {

@@ -185,14 +185,10 @@ impl Move<'_> {
     fn write(&self) -> (Arc<Transfer>, Arc<Finish>) {
         let length = self.length;
         let local = Span::new(self.source.memory().addr(), length, self.source.pieces());
-        let remote = self.target.keys().into_iter().map(|chunk| Piece {
-            addr: chunk.addr,
-            length: chunk.length,
-            keys: chunk
-                .rkeys
-                .iter()
-                .map(|key| key.wrapping_add(self.key_error))
-                .collect(),
+        let remote = self.target.keys().into_iter().map(|chunk| {
+            let keys = chunk.rkeys.iter();
+            let keys = keys.map(|key| key.wrapping_add(self.key_error));
+            Piece::new(chunk.addr, chunk.length, keys)
         });
         let remote = Span::new(self.target.memory().addr(), length, remote);
         let spec = TransferSpec {

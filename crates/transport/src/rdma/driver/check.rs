@@ -97,6 +97,10 @@ impl Driver {
             self.check_progress(now);
         }
         self.check_time_limits(now);
+        if self.openings.count() > 1 || self.nic.opening().is_none() {
+            let links = self.links.iter().map(|(_, link)| link.opening);
+            self.openings.retain_from(links.min());
+        }
     }
 
     /// Our own thread did not run: the peer is not to blame for the time.

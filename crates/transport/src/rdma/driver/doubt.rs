@@ -87,7 +87,7 @@ impl Driver {
         let spec = flight.transfer.spec();
         let (addr, _, rkeys) = spec.remote.at(flight.slice.offset)?;
         let peer_nic = self.lanes[flight.lane].rail.peer_nic().index;
-        let rkey = *rkeys.get(peer_nic as usize)?;
+        let rkey = rkeys.get(peer_nic as usize)?;
         let remote = RemoteAddress { addr, rkey };
         Some(WorkRequest::new(RdmaOpcode::Read, 0, &[], remote))
     }

@@ -19,11 +19,7 @@ fn span(addr: u64, pieces: &[u64]) -> Span {
     let pieces: Vec<Piece> = pieces
         .iter()
         .map(|length| {
-            let piece = Piece {
-                addr: next,
-                length: *length,
-                keys: Arc::from([7]),
-            };
+            let piece = Piece::new(next, *length, [7]);
             next += length;
             piece
         })
