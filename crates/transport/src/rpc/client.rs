@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use rerail_metadata::descriptor::InstanceId;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
@@ -10,6 +11,7 @@ use tokio::time::{Instant, timeout_at};
 use super::frame::{Decoder, Frame, FrameError, LENGTH_MAX_DEFAULT, MessageType, length_max};
 use super::host_port::{HostPort, PORT_DEFAULT};
 use super::message::{ConnectionMessage, MessageError, Notify, PROBE_REQUEST};
+use super::subscription::{self, Subscription};
 use crate::TransportError;
 use crate::dial::{DialError, dial};
 use crate::settings::Settings;
@@ -147,7 +149,8 @@ impl ClientLimits {
     }
 }
 
-/// Asks servers. Holds no connection: the protocol has one request in each.
+/// Asks servers. Holds no connection: the protocol has one request in each, and subscriptions are
+/// their reader's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct RpcClient {
     limits: ClientLimits,
@@ -230,6 +233,27 @@ impl RpcClient {
         self.exchange(server, MessageType::Probe, PROBE_REQUEST.to_vec())
             .await
             .map(drop)
+    }
+
+    /// Subscribes to the server's record, as the reader `own`. Only for a server whose record lists
+    /// `push/1`. That it takes the subscription shows when it tells something.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be connected to.
+    pub async fn subscribe(
+        &self,
+        server: &HostPort,
+        own: InstanceId,
+    ) -> Result<Subscription, RpcError> {
+        let mut stream = self.connect(server).await?;
+        let request = Frame::typed(MessageType::Subscribe, subscription::request(own)).encode();
+        let deadline = Instant::now() + self.limits.exchange;
+        timeout_at(deadline, stream.write_all(&request))
+            .await
+            .map_err(|_| timed_out(server, self.limits.exchange, "subscribing"))?
+            .map_err(|error| closed(server, &error))?;
+        Ok(Subscription::new(stream, self.limits.reply_bytes_max))
     }
 
     /// One request and its reply's text.

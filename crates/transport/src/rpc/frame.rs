@@ -2,6 +2,9 @@
 //!
 //! Frames of old engines have no type byte; their text starts with `{`, which is no type. Such a
 //! frame is a Connection request, and is answered with a frame of the same form.
+//!
+//! Types from 16 on are our own. They are sent only to peers whose record lists `push/1`: a C++
+//! engine would take them for a Connection request of an old one.
 
 use crate::TransportError;
 use crate::settings::Settings;
@@ -32,6 +35,14 @@ pub enum MessageType {
     Notify = 2,
     /// Is the process alive?
     Probe = 3,
+    /// The first frame of a lasting connection, over which the server tells its record.
+    Subscribe = 16,
+    /// The server's record, over such a connection.
+    Push = 17,
+    /// What the reader has taken in, over such a connection.
+    Acknowledge = 18,
+    /// Which record is the server's current one, over such a connection.
+    Heartbeat = 19,
 }
 
 impl MessageType {
@@ -41,6 +52,10 @@ impl MessageType {
             1 => Self::Metadata,
             2 => Self::Notify,
             3 => Self::Probe,
+            16 => Self::Subscribe,
+            17 => Self::Push,
+            18 => Self::Acknowledge,
+            19 => Self::Heartbeat,
             _ => return None,
         })
     }
@@ -101,6 +116,15 @@ impl Frame {
             kind: FrameKind::Typed(message_type),
             text: text.into(),
         }
+    }
+
+    /// The bytes on the wire in front of a text of `text_bytes` bytes.
+    pub(super) fn head(message_type: MessageType, text_bytes: usize) -> [u8; HEADER_BYTES + 1] {
+        let mut head = [0; HEADER_BYTES + 1];
+        let (length, kind) = head.split_at_mut(HEADER_BYTES);
+        length.copy_from_slice(&(text_bytes as u64 + 1).to_le_bytes());
+        kind[0] = message_type as u8;
+        head
     }
 
     /// The bytes on the wire.
@@ -283,9 +307,14 @@ mod tests {
         }
 
         #[test]
-        fn every_frame_comes_back(raw in 0_u8..5, text: Vec<u8>) {
+        fn every_frame_comes_back(raw in 0_u8..20, text: Vec<u8>) {
             let kind = MessageType::from_raw(raw).map_or(FrameKind::Old, FrameKind::Typed);
             let text = if kind == FrameKind::Old { [b"{".to_vec(), text].concat() } else { text };
+            if let FrameKind::Typed(message_type) = kind {
+                let head = Frame::head(message_type, text.len());
+                let frame = Frame::typed(message_type, text.clone());
+                prop_assert_eq!([&head, &text[..]].concat(), frame.encode());
+            }
             let frame = Frame { kind, text };
             prop_assert_eq!(decode(&frame.encode(), 1 << 20), Ok(Some(frame)));
         }

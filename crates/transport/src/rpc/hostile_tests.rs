@@ -268,3 +268,118 @@ fn u10_limits_are_read_strictly() {
         assert!(error.contains(name) && error.contains(value), "{error}");
     }
 }
+
+#[tokio::test]
+async fn h20_hostile_subscribers_are_let_go_and_hold_up_nobody() {
+    let (_server, handler, address) = start(impatient());
+    let subscribe = Frame::typed(
+        MessageType::Subscribe,
+        super::subscription::request(rerail_metadata::descriptor::InstanceId([1; 16])),
+    )
+    .encode();
+    // As the first frame: no request at all, or one without an instance.
+    for first in [
+        Frame::typed(MessageType::Push, *b"{}"),
+        Frame::typed(MessageType::Acknowledge, *b"{}"),
+        Frame::typed(MessageType::Heartbeat, *b"{}"),
+        Frame::typed(MessageType::Subscribe, *b"{}"),
+        Frame::typed(MessageType::Subscribe, *b"null"),
+        Frame::typed(MessageType::Subscribe, vec![b'['; 100_000]),
+    ] {
+        let mut stream = connect(&address).await;
+        stream.write_all(&first.encode()).await.expect("sent");
+        assert!(until_closed(stream).await.is_empty(), "{:?}", first.kind);
+    }
+    // After it: nothing but acknowledgements, none of them long.
+    let zeros = "0".repeat(32);
+    for second in [
+        Frame::typed(MessageType::Acknowledge, *b"{}").encode(),
+        Frame::typed(MessageType::Acknowledge, *b"nonsense").encode(),
+        Frame::typed(
+            MessageType::Acknowledge,
+            format!(r#"{{"generation":-1,"instance":"{zeros}"}}"#),
+        )
+        .encode(),
+        Frame::typed(MessageType::Heartbeat, *b"{}").encode(),
+        Frame::typed(MessageType::Connection, *b"{}").encode(),
+        subscribe.clone(),
+        u64::MAX.to_le_bytes().to_vec(),
+        8_192_u64.to_le_bytes().to_vec(),
+        vec![0; 8],
+    ] {
+        let mut stream = connect(&address).await;
+        stream.write_all(&subscribe).await.expect("sent");
+        stream.write_all(&second).await.expect("sent");
+        let told = until_closed(stream).await;
+        assert!(!told.is_empty(), "it was told before");
+    }
+    handler.until_subscriptions(0).await;
+    // One that closes in the middle of a frame.
+    let mut stream = connect(&address).await;
+    stream.write_all(&subscribe).await.expect("sent");
+    stream.write_all(&[9, 0, 0]).await.expect("sent");
+    handler.until_subscriptions(1).await;
+    drop(stream);
+    handler.until_subscriptions(0).await;
+    assert_serves(&address).await;
+}
+
+#[tokio::test]
+async fn a_subscriber_that_takes_nothing_is_given_up() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port is free");
+    let port = listener.local_addr().expect("bound").port();
+    let frozen = TcpStream::connect(("127.0.0.1", port))
+        .await
+        .expect("it listens");
+    let (stream, peer) = listener.accept().await.expect("accepted");
+    let reader = rerail_metadata::descriptor::InstanceId([1; 16]);
+    let (_taken, mut teller) = Subscriber::new(stream, peer, reader).split();
+    let record = vec![b' '; 16 << 20];
+    let told = timeout(Duration::from_secs(60), async {
+        loop {
+            if let Err(error) = teller.record(&record).await {
+                return error;
+            }
+        }
+    });
+    let error = told.await.expect("it does not wait for ever");
+    let given_up = matches!(error, super::subscription::SubscriptionError::Stuck)
+        // The kernel may be first.
+        || matches!(error, super::subscription::SubscriptionError::Io(_));
+    assert!(given_up, "{error}");
+    drop(frozen);
+}
+
+#[tokio::test]
+async fn a_reader_gives_up_an_owner_that_talks_nonsense() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port is free");
+    let port = listener.local_addr().expect("bound").port();
+    let limits = ClientLimits {
+        reply_bytes_max: 100_000,
+        ..ClientLimits::default()
+    };
+    let client = RpcClient::new(limits);
+    for told in [
+        Frame::typed(MessageType::Acknowledge, *b"{}").encode(),
+        Frame::typed(MessageType::Heartbeat, *b"{}").encode(),
+        Frame::typed(MessageType::Connection, *b"{}").encode(),
+        100_001_u64.to_le_bytes().to_vec(),
+        b"HTTP/1.1 400 Bad Request\r\n".to_vec(),
+        Vec::new(),
+    ] {
+        let answer = async {
+            let (mut stream, _) = listener.accept().await.expect("accepted");
+            stream.write_all(&told).await.expect("sent");
+        };
+        let server = super::tests::at(port);
+        let reader = rerail_metadata::descriptor::InstanceId([1; 16]);
+        let (subscription, ()) = tokio::join!(client.subscribe(&server, reader), answer);
+        let mut subscription = subscription.expect("connected");
+        let next = timeout(SOON, subscription.next()).await;
+        assert!(next.expect("in time").is_err(), "{told:?}");
+    }
+}

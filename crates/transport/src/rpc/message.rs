@@ -184,17 +184,17 @@ pub const PROBE_REPLY: &[u8] = b"{\"status\":\"success\"}\n";
 /// Text by which a server says that it will not answer.
 pub const NO_REPLY: &[u8] = b"null\n";
 
-fn line(value: &Value) -> Vec<u8> {
+pub(super) fn line(value: &Value) -> Vec<u8> {
     let mut text = value.to_string().into_bytes();
     text.push(b'\n');
     text
 }
 
 /// A JSON object whose members are read strictly.
-struct Object(Map<String, Value>);
+pub(super) struct Object(Map<String, Value>);
 
 impl Object {
-    fn parse(text: &[u8]) -> Result<Self, MessageError> {
+    pub(super) fn parse(text: &[u8]) -> Result<Self, MessageError> {
         match serde_json::from_slice(text) {
             Ok(Value::Object(object)) => Ok(Self(object)),
             Ok(other) => Err(MessageError::NoObject(shown(&other))),
@@ -202,7 +202,11 @@ impl Object {
         }
     }
 
-    fn text(&self, member: &'static str, bytes_max: usize) -> Result<Option<String>, MessageError> {
+    pub(super) fn text(
+        &self,
+        member: &'static str,
+        bytes_max: usize,
+    ) -> Result<Option<String>, MessageError> {
         match self.0.get(member) {
             None => Ok(None),
             Some(Value::String(text)) if text.len() <= bytes_max => Ok(Some(text.clone())),
@@ -219,7 +223,11 @@ impl Object {
         }
     }
 
-    fn number(&self, member: &'static str, max: u64) -> Result<Option<u64>, MessageError> {
+    pub(super) fn number(
+        &self,
+        member: &'static str,
+        max: u64,
+    ) -> Result<Option<u64>, MessageError> {
         match self.0.get(member) {
             None => Ok(None),
             Some(value) => match value.as_u64().filter(|number| *number <= max) {
@@ -243,7 +251,7 @@ impl Object {
         }
     }
 
-    fn wrong(&self, member: &'static str, expected: &'static str) -> MessageError {
+    pub(super) fn wrong(&self, member: &'static str, expected: &'static str) -> MessageError {
         let found = self
             .0
             .get(member)

@@ -1,5 +1,5 @@
 //! The control protocol between engines (reference 3): one request frame, one reply frame, over a
-//! TCP connection of its own.
+//! TCP connection of its own; and, between Rerail engines, a lasting one for each subscription.
 //!
 //! | module | holds |
 //! |---|---|
@@ -8,6 +8,7 @@
 //! | [`host_port`] | texts that name a host, with or without a port |
 //! | [`client`] | one request and its reply, within a time |
 //! | [`server`] | a listener that serves many connections at once |
+//! | [`subscription`] | the lasting connection over which a server tells its record |
 //!
 //! Deliberately not here: what is answered (a [`server::Handler`] decides), and the form of segment
 //! descriptors, which travel as text.
@@ -19,6 +20,7 @@ pub mod host_port;
 mod hostile_tests;
 pub mod message;
 pub mod server;
+pub mod subscription;
 #[cfg(test)]
 mod tests;
 
@@ -27,3 +29,4 @@ pub use frame::{Frame, FrameKind, MessageType};
 pub use host_port::HostPort;
 pub use message::{ConnectionMessage, MessageError, Notify};
 pub use server::{Handler, RpcServer, ServerLimits};
+pub use subscription::{Standing, Subscriber, Subscription, Told};

@@ -14,14 +14,16 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-use super::frame::{Decoder, Frame, LENGTH_MAX_DEFAULT, MessageType, length_max};
+use super::frame::{Decoder, Frame, FrameKind, LENGTH_MAX_DEFAULT, MessageType, length_max};
 use super::message::{ConnectionMessage, NO_REPLY, Notify, PROBE_REPLY};
+use super::subscription::{Subscriber, reader_of};
 use crate::TransportError;
 use crate::listen::{connections_max, listen_on_one_of};
+use crate::machine::publisher::SUBSCRIBERS_MAX;
 use crate::settings::Settings;
 
 /// Bytes asked of the socket at once.
@@ -40,6 +42,13 @@ pub trait Handler: Send + Sync + 'static {
 
     /// Takes a notification; false if there is no room for it.
     fn notify(&self, notify: Notify) -> Reply<bool>;
+
+    /// Tells a subscriber the own record until the subscription is over. Who has no record to
+    /// tell closes it at once.
+    fn subscribe(&self, subscriber: Subscriber) -> Reply<()> {
+        drop(subscriber);
+        Box::pin(std::future::ready(()))
+    }
 }
 
 /// Bounds of a server.
@@ -48,6 +57,9 @@ pub struct ServerLimits {
     /// Connections at once, at most a quarter of the process's descriptors; more wait in the
     /// kernel's queue.
     pub connections_max: usize,
+    /// Subscriptions at once, which take no place of the connections above; at most another
+    /// quarter of the process's descriptors. More are refused.
+    pub subscriptions_max: usize,
     /// Longest request (`HANDSHAKE_MAX_LENGTH`).
     pub request_bytes_max: usize,
     /// From accepting a connection to the last byte of its request.
@@ -60,6 +72,7 @@ impl Default for ServerLimits {
     fn default() -> Self {
         Self {
             connections_max: 2_048,
+            subscriptions_max: SUBSCRIBERS_MAX,
             request_bytes_max: LENGTH_MAX_DEFAULT,
             request: Duration::from_secs(5),
             reply: Duration::from_secs(30),
@@ -147,6 +160,8 @@ async fn accept(
     mut stopped: watch::Receiver<bool>,
 ) {
     let places = Arc::new(Semaphore::new(connections_max(limits.connections_max)));
+    let subscriptions = connections_max(limits.subscriptions_max);
+    let subscriptions = Arc::new(Semaphore::new(subscriptions));
     let mut connections = JoinSet::new();
     loop {
         while connections.try_join_next().is_some() {}
@@ -161,11 +176,14 @@ async fn accept(
         };
         match accepted {
             Ok((stream, peer)) => {
-                let handler = Arc::clone(&handler);
-                connections.spawn(async move {
-                    serve(stream, peer, limits, handler).await;
-                    drop(place);
-                });
+                let connection = Connection {
+                    stream,
+                    peer,
+                    place,
+                    limits,
+                    handler: Arc::clone(&handler),
+                };
+                connections.spawn(connection.serve(Arc::clone(&subscriptions), stopped.clone()));
             }
             Err(error) => {
                 // Out of descriptors, for example: connections that end give some back.
@@ -178,43 +196,87 @@ async fn accept(
     while connections.join_next().await.is_some() {}
 }
 
-/// One connection: a request, a reply, and the end.
-async fn serve(
-    mut stream: TcpStream,
+/// One connection: a request, a reply, and the end; or a subscription.
+struct Connection {
+    stream: TcpStream,
     peer: SocketAddr,
+    /// Free again when the connection ends, or becomes a subscription.
+    place: Option<OwnedSemaphorePermit>,
     limits: ServerLimits,
     handler: Arc<dyn Handler>,
-) {
-    let _ = stream.set_nodelay(true);
-    let request = match timeout(limits.request, read_request(&mut stream, limits)).await {
-        Ok(Ok(Some(request))) => request,
-        // Port scanners and health checks connect and leave.
-        Ok(Ok(None)) => return,
-        Ok(Err(reason)) => {
-            tracing::debug!(%peer, reason, "an RPC connection was dropped");
+}
+
+impl Connection {
+    async fn serve(mut self, subscriptions: Arc<Semaphore>, mut stopped: watch::Receiver<bool>) {
+        let _ = self.stream.set_nodelay(true);
+        let (limits, peer) = (self.limits, self.peer);
+        let request = match timeout(limits.request, read_request(&mut self.stream, limits)).await {
+            Ok(Ok(Some(request))) => request,
+            // Port scanners and health checks connect and leave.
+            Ok(Ok(None)) => return,
+            Ok(Err(reason)) => {
+                tracing::debug!(%peer, reason, "an RPC connection was dropped");
+                return;
+            }
+            Err(_) => {
+                tracing::debug!(%peer, "an RPC connection was dropped: no request in time");
+                return;
+            }
+        };
+        let kind = request.kind;
+        if kind == FrameKind::Typed(MessageType::Subscribe) {
+            tokio::select! {
+                () = self.tell(&request.text, &subscriptions) => {}
+                // Unlike a request it has no end that could be waited for.
+                _ = stopped.wait_for(|stopped| *stopped) => {}
+            }
             return;
         }
-        Err(_) => {
-            tracing::debug!(%peer, "an RPC connection was dropped: no request in time");
+        let text = match timeout(limits.reply, answer(request, &*self.handler)).await {
+            Ok(Some(text)) => text,
+            Ok(None) => {
+                tracing::debug!(%peer, ?kind, "an RPC connection was dropped: no request");
+                return;
+            }
+            Err(_) => {
+                tracing::warn!(%peer, ?kind, "an RPC request was not answered in time");
+                NO_REPLY.to_vec()
+            }
+        };
+        self.reply(Frame { kind, text }).await;
+    }
+
+    async fn reply(&mut self, reply: Frame) {
+        let reply = reply.encode();
+        let finish = async {
+            self.stream.write_all(&reply).await?;
+            self.stream.shutdown().await?;
+            // The client closes when it has the reply; closing first could cut off its last bytes.
+            self.stream.read(&mut [0]).await
+        };
+        let _ = timeout(self.limits.request, finish).await;
+    }
+
+    /// A subscription, to its end.
+    async fn tell(mut self, request: &[u8], subscriptions: &Arc<Semaphore>) {
+        let peer = self.peer;
+        let reader = match reader_of(request) {
+            Ok(reader) => reader,
+            Err(error) => {
+                tracing::debug!(%peer, %error, "a subscription was dropped");
+                return;
+            }
+        };
+        let Ok(_place) = Arc::clone(subscriptions).try_acquire_owned() else {
+            tracing::warn!(%peer, "too many subscriptions; this reader has to ask the store");
+            self.reply(Frame::typed(MessageType::Subscribe, NO_REPLY))
+                .await;
             return;
-        }
-    };
-    let kind = request.kind;
-    let text = match timeout(limits.reply, answer(request, &*handler)).await {
-        Ok(text) => text,
-        Err(_) => {
-            tracing::warn!(%peer, ?kind, "an RPC request was not answered in time");
-            NO_REPLY.to_vec()
-        }
-    };
-    let reply = Frame { kind, text }.encode();
-    let finish = async {
-        stream.write_all(&reply).await?;
-        stream.shutdown().await?;
-        // The client closes when it has the reply; closing first could cut off its last bytes.
-        stream.read(&mut [0]).await
-    };
-    let _ = timeout(limits.request, finish).await;
+        };
+        drop(self.place.take());
+        let subscriber = Subscriber::new(self.stream, peer, reader);
+        self.handler.subscribe(subscriber).await;
+    }
 }
 
 async fn read_request(
@@ -238,8 +300,9 @@ async fn read_request(
     }
 }
 
-async fn answer(request: Frame, handler: &dyn Handler) -> Vec<u8> {
-    match request.kind.message_type() {
+/// The reply's text; `None` for a frame that is no request.
+async fn answer(request: Frame, handler: &dyn Handler) -> Option<Vec<u8>> {
+    Some(match request.kind.message_type() {
         MessageType::Connection => match ConnectionMessage::decode(&request.text) {
             Ok(message) => handler.connection(message).await.encode(),
             Err(error) => {
@@ -267,5 +330,9 @@ async fn answer(request: Frame, handler: &dyn Handler) -> Vec<u8> {
             Err(_) => NO_REPLY.to_vec(),
         },
         MessageType::Probe => PROBE_REPLY.to_vec(),
-    }
+        MessageType::Subscribe
+        | MessageType::Push
+        | MessageType::Acknowledge
+        | MessageType::Heartbeat => return None,
+    })
 }

@@ -1,9 +1,11 @@
 //! Client and server against each other, and the server against hostile clients.
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use rerail_metadata::descriptor::InstanceId;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
@@ -11,17 +13,41 @@ use tokio::runtime::Handle;
 use super::client::ClientLimits;
 use super::frame::{Frame, FrameKind, MessageType};
 use super::server::Reply;
+use super::subscription::SubscriptionError;
 use super::*;
 use crate::rdma::endpoint::Offer;
+
+/// A time within which everything happens on a host under load.
+const SOON: Duration = Duration::from_secs(10);
 
 #[derive(Default)]
 pub(super) struct Echo {
     notified: Mutex<Vec<Notify>>,
+    subscriptions: Arc<AtomicUsize>,
 }
 
 impl Echo {
     pub(super) fn notified(&self) -> Vec<Notify> {
         self.notified.lock().expect("whole").clone()
+    }
+
+    /// Waits until `count` subscriptions are open.
+    pub(super) async fn until_subscriptions(&self, count: usize) {
+        let reached = async {
+            while self.subscriptions.load(Ordering::SeqCst) != count {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let waited = tokio::time::timeout(Duration::from_secs(20), reached).await;
+        waited.expect("subscriptions are opened and closed in time");
+    }
+}
+
+/// What [`Echo`] tells each subscriber first.
+pub(super) fn standing() -> Standing {
+    Standing {
+        instance: InstanceId([7; 16]),
+        generation: 3,
     }
 }
 
@@ -57,6 +83,27 @@ impl Handler for Echo {
             notified.push(notify);
         }
         Box::pin(async move { taken })
+    }
+
+    /// Tells where it stands, and then answers each acknowledgement with a record that repeats it.
+    fn subscribe(&self, subscriber: Subscriber) -> Reply<()> {
+        let count = Arc::clone(&self.subscriptions);
+        Box::pin(async move {
+            count.fetch_add(1, Ordering::SeqCst);
+            let reader = subscriber.reader();
+            let (mut taken, mut teller) = subscriber.split();
+            let told: Result<(), SubscriptionError> = async {
+                teller.heartbeat(standing()).await?;
+                loop {
+                    let acknowledged = taken.next().await?;
+                    let text = format!("{reader} {}", acknowledged.generation);
+                    teller.record(text.as_bytes()).await?;
+                }
+            }
+            .await;
+            assert!(told.is_err(), "it never ends by itself");
+            count.fetch_sub(1, Ordering::SeqCst);
+        })
     }
 }
 
@@ -116,6 +163,70 @@ async fn every_kind_of_request_is_answered() {
     };
     assert_eq!(client.notify(&address, &notify).await, Ok(()));
     assert_eq!(handler.notified(), [notify]);
+}
+
+#[tokio::test]
+async fn a_subscription_lasts_and_carries_both_ways() {
+    let limits = ServerLimits {
+        request: Duration::from_millis(100),
+        ..ServerLimits::default()
+    };
+    let (_server, handler, address) = start(limits);
+    let reader = InstanceId([9; 16]);
+    let client = RpcClient::default();
+    let mut subscription = client.subscribe(&address, reader).await.expect("connected");
+    let first = subscription.next().await.expect("told");
+    assert_eq!(first, Told::Current(standing()));
+    // No time limit of a request ends it.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    for generation in [1, u64::MAX] {
+        let taken = Standing {
+            generation,
+            ..standing()
+        };
+        subscription.acknowledge(taken).await.expect("sent");
+        let record = subscription.next().await.expect("told");
+        let text = format!("{reader} {generation}").into_bytes();
+        assert_eq!(record, Told::Record(text));
+    }
+    drop(subscription);
+    handler.until_subscriptions(0).await;
+    assert_serves(&address).await;
+}
+
+#[tokio::test]
+async fn subscriptions_take_no_place_of_requests_and_too_many_are_refused() {
+    let limits = ServerLimits {
+        connections_max: 1,
+        subscriptions_max: 2,
+        ..ServerLimits::default()
+    };
+    let (server, handler, address) = start(limits);
+    let client = RpcClient::default();
+    let subscribe = async || {
+        let reader = InstanceId([9; 16]);
+        client.subscribe(&address, reader).await.expect("connected")
+    };
+    let (mut first, mut second) = (subscribe().await, subscribe().await);
+    for held in [&mut first, &mut second] {
+        assert!(matches!(held.next().await, Ok(Told::Current(_))));
+    }
+    assert_serves(&address).await;
+    let refused = subscribe().await.next().await;
+    assert!(
+        matches!(refused, Err(SubscriptionError::Refused)),
+        "{refused:?}"
+    );
+    drop(first);
+    handler.until_subscriptions(1).await;
+    assert!(matches!(
+        subscribe().await.next().await,
+        Ok(Told::Current(_))
+    ));
+    // A server that stops ends them, and does not wait out its grace for them.
+    let stopping = tokio::time::timeout(Duration::from_secs(20), server.stop(SOON * 100));
+    stopping.await.expect("it stops");
+    assert!(second.next().await.is_err());
 }
 
 #[tokio::test]
