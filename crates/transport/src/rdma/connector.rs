@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use rerail_verbs::{AsyncEventKind, ObjectId};
 use tokio::runtime;
@@ -33,6 +33,16 @@ const HANDSHAKES_PER_SERVER_MAX: usize = 2;
 /// Endpoints of a NIC that a peer has asked for and not acknowledged yet. Anybody can send such
 /// requests, and each has queue pairs for as long as ten seconds.
 const HALF_OPEN_PER_NIC_MAX: usize = 64;
+
+/// Who may connect, beyond what this module can see by itself.
+pub trait Admission: Send + Sync + 'static {
+    /// Whether a peer's first Connection message for an own NIC may be answered.
+    ///
+    /// # Errors
+    ///
+    /// The reason to refuse it, in words for the peer.
+    fn admit(&self, nic: LocalNic, offer: &Offer) -> Result<(), String>;
+}
 
 /// Who we are to peers.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -64,6 +74,7 @@ struct Shared {
     inboxes: Vec<Arc<Inbox>>,
     signaling: Arc<dyn Signaling>,
     runtime: runtime::Handle,
+    admission: OnceLock<Arc<dyn Admission>>,
     unfenced: AtomicU64,
     table: Mutex<Table>,
 }
@@ -122,10 +133,16 @@ impl Connector {
                 inboxes,
                 signaling,
                 runtime,
+                admission: OnceLock::new(),
                 unfenced: AtomicU64::new(0),
                 table: Mutex::default(),
             }),
         }
+    }
+
+    /// Asks `admission` about peers that want to connect from now on. Only the first call counts.
+    pub fn set_admission(&self, admission: Arc<dyn Admission>) {
+        let _ = self.shared.admission.set(admission);
     }
 
     /// Endpoints that are open or not yet fenced.
@@ -224,6 +241,10 @@ impl Connector {
         let Some(opening) = nic.opening().filter(|_| nic.is_gate_open()) else {
             return refuse(&offer, answer, format!("{} is withdrawn", nic.name()));
         };
+        let admission = self.shared.admission.get();
+        if let Some(Err(reason)) = admission.map(|of| of.admit(nic.index(), &offer)) {
+            return refuse(&offer, answer, reason);
+        }
         if table.by_key.len() >= self.shared.config.endpoints_max as usize {
             return refuse(&offer, answer, "too many endpoints".into());
         }

@@ -120,6 +120,17 @@ pub enum NicChange {
     Moved,
 }
 
+/// Why nothing is known of a peer any more.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Parting {
+    /// Another process has its name: requests to it end with `PeerRestarted`.
+    Replaced,
+    /// Its record is gone and it shows no sign of life: requests to it end with `NoPath`.
+    Withdrawn,
+    /// It is of no interest any more.
+    Closed,
+}
+
 /// What a question after trouble came to.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Refreshed {
@@ -170,13 +181,15 @@ pub enum Action {
         /// The generation.
         generation: u64,
     },
-    /// The peer is another process now, or gone: requests bound to it end with `PeerRestarted`,
-    /// its endpoints are cut. Nothing is replayed into a successor.
+    /// The peer is another process now, or gone: requests bound to it end, its endpoints are cut.
+    /// Nothing is replayed into a successor.
     Retired {
         /// The name.
         name: String,
         /// The peer that was.
         peer: PeerId,
+        /// Why.
+        parting: Parting,
     },
     /// A peer's record is taken in.
     Updated {

@@ -29,7 +29,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use rerail_metadata::descriptor::{InstanceId, SegmentDescriptor};
 
-pub use io::{Action, Fetched, Input, NicChange, PeerRecord, Refreshed, Trouble};
+pub use io::{Action, Fetched, Input, NicChange, Parting, PeerRecord, Refreshed, Trouble};
 
 use self::entry::{Entry, Fetch, Judgement, Known, Subscription};
 use super::backoff::Backoff;
@@ -124,6 +124,12 @@ impl Peers {
         self.known(name).map(|known| &known.descriptor)
     }
 
+    /// Whether the peer itself tells its record at the moment.
+    pub fn is_subscribed(&self, name: &str) -> bool {
+        let entry = self.entries.get(name);
+        entry.is_some_and(|entry| matches!(entry.subscription, Subscription::Up { .. }))
+    }
+
     /// Records that were not taken in: older, of a retired instance, or of another name.
     pub fn ignored(&self) -> u64 {
         self.ignored
@@ -190,7 +196,7 @@ impl Peers {
                 return false;
             }
             Judgement::Newer => {}
-            Judgement::Other => self.part(name, true),
+            Judgement::Other => self.part(name, Parting::Replaced),
         }
         let Some(entry) = self.entries.get_mut(name) else {
             return false;
@@ -214,15 +220,16 @@ impl Peers {
         true
     }
 
-    /// Ends what is known of a name. With `replaced` its instance is never accepted again.
-    fn part(&mut self, name: &str, replaced: bool) {
+    /// Ends what is known of a name. An instance that was replaced is never accepted again.
+    fn part(&mut self, name: &str, parting: Parting) {
         let Some(entry) = self.entries.get_mut(name) else {
             return;
         };
-        if let Some(peer) = entry.part(replaced) {
+        if let Some(peer) = entry.part(parting == Parting::Replaced) {
             self.out.push_back(Action::Retired {
                 name: name.to_owned(),
                 peer,
+                parting,
             });
         }
         let had = std::mem::replace(&mut entry.subscription, Subscription::None);
@@ -343,7 +350,7 @@ impl Peers {
         entry.fetch = Fetch::At(at);
         if entry.missing >= self.config.missing_max {
             // Its instance is not retired: a store that lost the record gets it again.
-            self.part(name, false);
+            self.part(name, Parting::Withdrawn);
         } else if entry.known.is_some() {
             self.out.push_back(Action::AskAlive {
                 name: name.to_owned(),
@@ -443,7 +450,7 @@ impl Machine for Peers {
                 }
             }
             Input::Close { name } => {
-                self.part(&name, false);
+                self.part(&name, Parting::Closed);
                 self.entries.remove(&name);
                 self.tickets.retain(|_, of| *of != name);
             }

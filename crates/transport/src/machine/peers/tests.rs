@@ -210,6 +210,7 @@ fn a_peer_that_restarts_is_another_peer_and_the_old_one_never_comes_back() {
     let retired = Action::Retired {
         name: NAME.into(),
         peer: old,
+        parting: Parting::Replaced,
     };
     let at = rig.log.iter().position(|action| *action == retired);
     let updated = rig
@@ -362,7 +363,8 @@ fn m02_not_found_several_times_drops_a_peer_without_a_sign_of_life() {
     assert_eq!(rig.peers.peer(NAME), None);
     assert!(rig.log.contains(&Action::Retired {
         name: NAME.into(),
-        peer
+        peer,
+        parting: Parting::Withdrawn
     }));
 }
 
