@@ -1,15 +1,19 @@
 //! Batches: requests that are submitted and waited for together.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+mod repost;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rerail_transport::TransferError;
 use rerail_transport::rdma::{OnFinished, Transfer};
+use rerail_verbs::HostMemory;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, ForBatches};
 use crate::event::Event;
 use crate::memory::RegionUse;
+use crate::peers::Life;
 use crate::segment::Segment;
 use crate::tcp::UnfencedError;
 use crate::{EngineError, Result};
@@ -94,20 +98,33 @@ pub struct Batch {
 }
 
 /// What the transfers of a batch share.
-#[derive(Default)]
-struct Shared {
+pub(crate) struct Shared {
+    own: ForBatches,
     unfinished: AtomicUsize,
     failed: AtomicUsize,
+    /// Nothing is posted again.
+    cancelled: AtomicBool,
     finished: Event,
     entries: Mutex<Vec<Entry>>,
+    /// Lives of peers that end its requests, each once.
+    bound: Mutex<Vec<Weak<Life>>>,
 }
 
 impl Batch {
     pub(crate) fn new(engine: Engine, capacity: usize) -> Self {
+        let shared = Shared {
+            own: engine.for_batches(),
+            unfinished: AtomicUsize::new(0),
+            failed: AtomicUsize::new(0),
+            cancelled: AtomicBool::new(false),
+            finished: Event::default(),
+            entries: Mutex::default(),
+            bound: Mutex::default(),
+        };
         Self {
             engine,
             capacity,
-            shared: Arc::default(),
+            shared: Arc::new(shared),
         }
     }
 
@@ -134,24 +151,35 @@ impl Batch {
         self.shared
             .unfinished
             .fetch_add(prepared.len(), Ordering::AcqRel);
-        for (request, (spec, in_use)) in requests.iter().zip(prepared) {
+        for (request, (spec, in_use, revision)) in requests.iter().zip(prepared) {
             let memory = in_use.region().memory.clone();
             let task = Arc::new(Task {
-                batch: Arc::clone(&self.shared),
+                batch: Arc::downgrade(&self.shared),
+                index: entries.len(),
                 in_use: Mutex::new(Some(in_use)),
                 submitted: Instant::now(),
                 took_ns: AtomicU64::new(0),
+                reposted: AtomicBool::new(false),
             });
             let on_finished = Arc::clone(&task) as Arc<dyn OnFinished>;
             let unfenced = Arc::default();
             let segment = &request.segment;
+            // Before it starts: a life that ends from now on finds it.
+            self.shared.bind(segment.life());
             let transfer = self
                 .engine
                 .launch(segment, &memory, spec, on_finished, &unfenced);
+            if let Some(failure) = segment.life().failure() {
+                transfer.fail(failure);
+            }
             entries.push(Entry {
                 transfer,
                 task,
                 unfenced,
+                segment: segment.clone(),
+                memory,
+                revision,
+                ended: None,
             });
         }
         Ok(())
@@ -231,6 +259,7 @@ impl Batch {
     /// Gives up what is unfinished. It still counts as unfinished until nothing of it can touch
     /// memory any more: wait for that before the memory is used again.
     pub fn cancel(&self) {
+        self.shared.cancelled.store(true, Ordering::Release);
         for entry in &*self.shared.entries() {
             entry.transfer.fail(TransferError::Canceled);
         }
@@ -248,6 +277,7 @@ impl Batch {
         }
         self.shared.entries().clear();
         self.shared.failed.store(0, Ordering::Release);
+        self.shared.cancelled.store(false, Ordering::Release);
         Ok(())
     }
 
@@ -274,22 +304,55 @@ impl Shared {
         // A list of requests is whole whatever panicked.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Has requests end with a peer's life.
+    fn bind(self: &Arc<Self>, life: &Arc<Life>) {
+        // A list of lives is whole whatever panicked.
+        let mut bound = self.bound.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_same = |known: &Weak<Life>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(life));
+        if !bound.iter().any(is_same) {
+            bound.retain(|life| life.strong_count() > 0);
+            bound.push(Arc::downgrade(life));
+            life.bind(self);
+        }
+    }
+
+    /// Ends the requests to a peer whose life is over.
+    pub(crate) fn fail_all_to(&self, life: &Life, failure: &TransferError) {
+        for entry in &*self.entries() {
+            if std::ptr::eq(Arc::as_ptr(entry.segment.life()), life) {
+                entry.transfer.fail(failure.clone());
+            }
+        }
+    }
 }
 
 /// A request of a batch.
 struct Task {
-    batch: Arc<Shared>,
+    /// Gone when the batch was dropped. The batch has its tasks, so that this must not have it.
+    batch: Weak<Shared>,
+    /// Position in the batch.
+    index: usize,
     /// Taken when it is finished; contended by nobody.
     in_use: Mutex<Option<RegionUse>>,
     submitted: Instant,
     /// Nanoseconds from submission until finished; 0 before.
     took_ns: AtomicU64,
+    /// It has had its second chance.
+    reposted: AtomicBool,
 }
 
 struct Entry {
+    /// The last attempt.
     transfer: Arc<Transfer>,
     task: Arc<Task>,
     unfenced: Arc<UnfencedError>,
+    segment: Segment,
+    memory: HostMemory,
+    /// Of the record that the attempt goes by.
+    revision: u64,
+    /// Why it ended between two attempts.
+    ended: Option<TransferError>,
 }
 
 impl Entry {
@@ -297,11 +360,11 @@ impl Entry {
     /// the far end's memory for untouched.
     fn error(&self) -> Option<&TransferError> {
         let error = self.transfer.error()?;
-        Some(self.unfenced.get().unwrap_or(error))
+        Some(self.unfenced.get().or(self.ended.as_ref()).unwrap_or(error))
     }
 
     fn status(&self) -> Status {
-        if !self.transfer.is_finished() {
+        if self.task.took_ns.load(Ordering::Acquire) == 0 {
             return Status::Running;
         }
         match self.error() {
@@ -313,15 +376,31 @@ impl Entry {
 
 impl OnFinished for Task {
     fn finished(&self, transfer: &Transfer) {
+        let refused = matches!(transfer.error(), Some(TransferError::RemoteAccess { .. }));
+        match self.batch.upgrade() {
+            Some(batch) if refused && !self.reposted.swap(true, Ordering::AcqRel) => {
+                repost::begin(batch, self.index);
+            }
+            batch => self.end(batch.as_deref(), transfer.error().is_some()),
+        }
+    }
+}
+
+impl Task {
+    /// The request is over.
+    fn end(&self, batch: Option<&Shared>, failed: bool) {
         let took = u64::try_from(self.submitted.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.took_ns.store(took.max(1), Ordering::Release);
         let in_use = self.in_use.lock().map(|mut in_use| in_use.take());
         drop(in_use);
-        if transfer.error().is_some() {
-            self.batch.failed.fetch_add(1, Ordering::AcqRel);
+        let Some(batch) = batch else {
+            return;
+        };
+        if failed {
+            batch.failed.fetch_add(1, Ordering::AcqRel);
         }
-        if self.batch.unfinished.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.batch.finished.signal();
+        if batch.unfinished.fetch_sub(1, Ordering::AcqRel) == 1 {
+            batch.finished.signal();
         }
     }
 }

@@ -3,10 +3,14 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rerail_metadata::descriptor::{JsonForm, RpcMeta, SegmentDescriptor};
+use rerail_metadata::descriptor::{InstanceId, JsonForm, RpcMeta, SegmentDescriptor};
 use rerail_metadata::{KeySpace, MetadataStore};
+use rerail_transport::machine::peers::PeerRecord;
 use rerail_transport::rdma::{Boxed, Offer, SignalError, Signaling};
-use rerail_transport::rpc::{ConnectionMessage, HostPort, Notify, RpcClient, RpcError};
+use rerail_transport::rpc::host_port::PORT_DEFAULT;
+use rerail_transport::rpc::{
+    ConnectionMessage, HostPort, Notify, RpcClient, RpcError, Subscription,
+};
 
 use crate::{EngineError, Result};
 
@@ -42,25 +46,55 @@ impl Directory {
         }
     }
 
-    /// The record of a segment, read afresh.
-    pub(crate) async fn segment(
-        &self,
-        name: &str,
-        own: &SegmentDescriptor,
-    ) -> Result<SegmentDescriptor> {
+    /// The store, if names are looked up in one.
+    pub(crate) fn store(&self) -> Option<&(Arc<dyn MetadataStore>, KeySpace)> {
+        self.shared.store.as_ref()
+    }
+
+    /// The record of a segment and the RPC location of its owner, read afresh. Where there is no
+    /// store, `own` is what the peer is told in exchange.
+    pub(crate) async fn record(&self, name: &str, own: &SegmentDescriptor) -> Result<PeerRecord> {
         let malformed = |cause| EngineError::Record {
             segment: name.to_owned(),
             cause,
         };
         if let Some((store, keys)) = &self.shared.store {
             let record = store.get(&keys.segment(name)).await?;
-            return SegmentDescriptor::from_json(&record.value).map_err(malformed);
+            let descriptor = SegmentDescriptor::from_json(&record.value).map_err(malformed)?;
+            // After the segment, so that the location is not the older of the two.
+            let place = match self.locate(store.as_ref(), keys, name).await {
+                Ok(place) => Some(place),
+                Err(error) => {
+                    tracing::debug!(%error, name, "the location of a segment's owner");
+                    None
+                }
+            };
+            return Ok(PeerRecord {
+                descriptor: Arc::new(descriptor),
+                rpc: place.and_then(|place| Some((place.host, place.port?))),
+            });
         }
         let place = self.place(name).await?;
         let own = own.to_json(JsonForm::Line);
         let answer = self.shared.client.metadata(&place, own).await;
         let answer = answer.map_err(|error| self.failed(name, "record", error))?;
-        SegmentDescriptor::from_json(&answer).map_err(malformed)
+        let descriptor = SegmentDescriptor::from_json(&answer).map_err(malformed)?;
+        Ok(PeerRecord {
+            descriptor: Arc::new(descriptor),
+            rpc: Some((place.host, place.port.unwrap_or(PORT_DEFAULT))),
+        })
+    }
+
+    /// Subscribes to the record of the engine called `server`, as the reader `own`.
+    pub(crate) async fn subscribe(&self, server: &str, own: InstanceId) -> Result<Subscription> {
+        let place = self.place(server).await?;
+        let answer = self.shared.client.subscribe(&place, own).await;
+        answer.map_err(|error| self.failed(server, "subscription", error))
+    }
+
+    /// Forgets where an engine listens: it has moved.
+    pub(crate) fn forget(&self, server: &str) {
+        self.places().remove(server);
     }
 
     /// Sends a notification to the engine called `server`.
@@ -98,6 +132,16 @@ impl Directory {
         if let Some(place) = known {
             return Ok(place);
         }
+        self.locate(store.as_ref(), keys, server).await
+    }
+
+    /// Reads where the engine called `server` listens, and remembers it.
+    async fn locate(
+        &self,
+        store: &dyn MetadataStore,
+        keys: &KeySpace,
+        server: &str,
+    ) -> Result<HostPort> {
         let record = store.get(&keys.rpc_meta(server)).await?;
         let meta = RpcMeta::from_json(&record.value).map_err(|cause| EngineError::Record {
             segment: server.to_owned(),

@@ -3,9 +3,8 @@
 mod registration;
 mod start;
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 use std::time::Duration;
 
 use rerail_metadata::descriptor::SegmentDescriptor;
@@ -24,14 +23,12 @@ use crate::batch::{Batch, Operation, Request};
 use crate::config::{EngineConfig, Transport};
 use crate::directory::Directory;
 use crate::memory::{RegionUse, Registry};
+use crate::peers::{Life, PeerView, ReachKey};
 use crate::publication::Publication;
 use crate::segment::{Route, Segment};
 use crate::service::{EngineService, Notification};
 use crate::tcp::{self, TcpPeer, TcpPeers, TcpSide, UnfencedError};
 use crate::{EngineError, Result};
-
-/// Peers that are remembered.
-const PEERS_MAX: usize = 4096;
 
 /// How long closing waits for the record to be withdrawn.
 const LEAVE_LIMIT: Duration = Duration::from_secs(2);
@@ -53,6 +50,7 @@ struct Inner {
     service: Arc<EngineService>,
     directory: Directory,
     publication: Publication,
+    peers: PeerView,
     rdma: Option<Arc<RdmaTransport>>,
     tcp: Option<TcpSide>,
     server: Option<RpcServer>,
@@ -63,8 +61,6 @@ struct Inner {
     /// Regions of the own record by their registration's address, in chunks.
     next_region: AtomicU64,
     next_peer: AtomicU64,
-    /// Peers by the names of their segments.
-    peers: Mutex<HashMap<String, Arc<Peer>>>,
     tcp_peers: TcpPeers,
     // Last: what is above may still need it.
     runtime: Option<Runtime>,
@@ -91,12 +87,13 @@ impl Engine {
         self.inner.config.transport
     }
 
-    /// Opens a peer's segment: reads its record. Blocks.
+    /// Opens a peer's segment: reads its record, so that what the peer has registered before is
+    /// found. Blocks. From then on its record is followed, while a segment of it is held.
     ///
     /// # Errors
     ///
-    /// The peer or the store cannot be asked, the record is malformed, or its protocol is not
-    /// ours.
+    /// The peer cannot be asked, nor the store for a peer that is not known yet; the record is
+    /// malformed, or its protocol is not ours.
     pub fn open_segment(&self, name: &str) -> Result<Segment> {
         // C++ users write a slash in front.
         let name = name.trim_start_matches('/').to_owned();
@@ -106,10 +103,10 @@ impl Engine {
                 reason: "it is empty".into(),
             });
         }
-        let (inner, own) = (Arc::clone(&self.inner), self.descriptor());
+        let inner = Arc::clone(&self.inner);
         self.inner.block(async move {
-            let descriptor = inner.directory.segment(&name, &own).await?;
-            inner.segment(descriptor).await
+            let life = inner.peers.open(&name).await?;
+            inner.segment(life).await
         })
     }
 
@@ -160,8 +157,20 @@ impl Engine {
         rails.map(|rail| rail.stats(now)).collect()
     }
 
-    /// Checks a request and makes a transfer of it.
-    pub(crate) fn prepare(&self, request: &Request) -> Result<(TransferSpec, RegionUse)> {
+    /// What batches need of the engine beyond its life.
+    pub(crate) fn for_batches(&self) -> ForBatches {
+        let inner = &self.inner;
+        let runtime = inner.runtime.as_ref();
+        ForBatches {
+            engine: Arc::downgrade(inner),
+            peers: inner.peers.clone(),
+            clock: inner.clock,
+            runtime: runtime.map(|runtime| runtime.handle().clone()),
+        }
+    }
+
+    /// Checks a request and makes a transfer of it, by the record of this revision.
+    pub(crate) fn prepare(&self, request: &Request) -> Result<(TransferSpec, RegionUse, u64)> {
         let Request {
             operation,
             local_addr,
@@ -181,6 +190,7 @@ impl Engine {
         let config = &self.inner.config.rdma;
         let now = self.inner.clock.now();
         let deadline = now + timeout.unwrap_or(config.transfer_timeout);
+        let (remote, revision) = segment.span(remote_addr, length)?;
         let spec = TransferSpec {
             peer: Arc::clone(segment.peer()),
             opcode: match operation {
@@ -188,7 +198,7 @@ impl Engine {
                 Operation::Write => RdmaOpcode::Write,
             },
             local,
-            remote: segment.span(remote_addr, length)?,
+            remote,
             length,
             slicing: match segment.route() {
                 Route::Rdma => config.slicing,
@@ -196,7 +206,7 @@ impl Engine {
             },
             cut_off: FenceConfig::default().cut_off_at(now, deadline),
         };
-        Ok((spec, in_use))
+        Ok((spec, in_use, revision))
     }
 
     /// Starts a transfer to `segment`, whose near end lies in `memory`. What could not be fenced is
@@ -226,9 +236,28 @@ impl Engine {
     }
 }
 
+/// What batches need of their engine. It does not keep the engine open.
+#[derive(Clone)]
+pub(crate) struct ForBatches {
+    engine: Weak<Inner>,
+    pub(crate) peers: PeerView,
+    pub(crate) clock: Clock,
+    /// `None` in an engine that is closed.
+    pub(crate) runtime: Option<tokio::runtime::Handle>,
+}
+
+impl ForBatches {
+    /// The engine, while it is open. Not for data threads: who drops the last one closes it.
+    pub(crate) fn engine(&self) -> Option<Engine> {
+        let inner = self.engine.upgrade()?;
+        Some(Engine { inner })
+    }
+}
+
 impl Inner {
-    /// The segment that a record describes, reached by what the record speaks.
-    async fn segment(&self, descriptor: SegmentDescriptor) -> Result<Segment> {
+    /// The segment of a peer, reached by what its record speaks.
+    async fn segment(&self, life: Arc<Life>) -> Result<Segment> {
+        let descriptor = life.descriptor();
         let spec = PeerSpec {
             id: PeerId(self.next_peer.fetch_add(1, Ordering::Relaxed)),
             segment: descriptor.name.clone(),
@@ -244,14 +273,20 @@ impl Inner {
             .as_ref()
             .filter(|_| descriptor.protocol.includes("rdma"))
         {
-            let nics = peer_nics(&descriptor);
-            let peer = self.rdma_peer(rdma, PeerSpec { nics, ..spec });
-            return Ok(Segment::new(descriptor, peer, Route::Rdma));
+            let key = ReachKey::rdma(&descriptor);
+            let (reach, down) = life.reach(key, &descriptor, || {
+                let nics = peer_nics(&descriptor);
+                (rdma.peer(PeerSpec { nics, ..spec }), Route::Rdma)
+            });
+            self.peers.withdrawn(&reach, &down);
+            return Ok(Segment::new(descriptor, life, reach));
         }
         if descriptor.protocol.includes("tcp") {
-            let peer = Peer::new(spec, &[]);
-            let route = Route::Tcp(self.tcp_peer(&descriptor).await?);
-            return Ok(Segment::new(descriptor, peer, route));
+            let tcp = self.tcp_peer(&descriptor).await?;
+            let key = ReachKey::tcp(&descriptor);
+            let (reach, _) =
+                life.reach(key, &descriptor, || (Peer::new(spec, &[]), Route::Tcp(tcp)));
+            return Ok(Segment::new(descriptor, life, reach));
         }
         Err(EngineError::NoTransport {
             segment: descriptor.name.clone(),
@@ -263,22 +298,6 @@ impl Inner {
             }
             .into(),
         })
-    }
-
-    /// The peer of an earlier opening, with the state of its rails, if it is still the same.
-    fn rdma_peer(&self, rdma: &RdmaTransport, spec: PeerSpec) -> Arc<Peer> {
-        // A map of peers is whole whatever panicked.
-        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(peer) = peers.get(&spec.segment).filter(|peer| peer.is_same(&spec)) {
-            return Arc::clone(peer);
-        }
-        if peers.len() >= PEERS_MAX {
-            peers.clear();
-        }
-        let name = spec.segment.clone();
-        let peer = rdma.peer(spec);
-        peers.insert(name, Arc::clone(&peer));
-        peer
     }
 
     async fn tcp_peer(&self, descriptor: &SegmentDescriptor) -> Result<TcpPeer> {

@@ -10,6 +10,7 @@ mod error;
 mod event;
 mod memory;
 mod nics;
+mod peers;
 mod publication;
 mod segment;
 mod service;

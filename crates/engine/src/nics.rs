@@ -5,12 +5,14 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 use rerail_transport::event::{Event, Events};
 use rerail_transport::machine::ids::LocalNic;
 use rerail_transport::machine::observer::PortFacts;
+use rerail_transport::machine::peers::Trouble;
 use rerail_transport::machine::publisher::Edit;
 use rerail_transport::machine::rail::RailState;
 use rerail_transport::rdma::{Clock, NicListener, RailChange, RdmaEvents, RdmaTransport};
 use rerail_verbs::Gid;
 
 use crate::memory::Registry;
+use crate::peers::PeerView;
 use crate::publication::Publication;
 
 /// Enters into the own record what is true of the own NICs.
@@ -38,6 +40,7 @@ impl NicListener for Recorder {
 pub(crate) struct RailListener {
     pub(crate) rdma: Weak<RdmaTransport>,
     pub(crate) publication: Publication,
+    pub(crate) peers: PeerView,
     pub(crate) clock: Clock,
     pub(crate) events: Events,
 }
@@ -47,6 +50,10 @@ impl RdmaEvents for RailListener {
         if let Some(rdma) = self.rdma.upgrade() {
             rdma.recheck(Some(local));
         }
+    }
+
+    fn refresh_peer(&self, segment: &str) {
+        self.peers.trouble(segment, Trouble::Connection);
     }
 
     fn rail_state(&self, change: &RailChange) {

@@ -4,15 +4,18 @@ use std::fmt;
 use std::sync::Arc;
 
 use rerail_metadata::descriptor::{Buffer, SegmentDescriptor};
-use rerail_transport::rdma::{Peer, Piece, Span};
+use rerail_transport::rdma::{Peer, Span};
 
+use crate::peers::{Life, Offered, Reach};
 use crate::tcp::TcpPeer;
 use crate::{EngineError, Result};
 
-/// A peer's segment as its record described it when it was opened. Clones share it.
+/// A peer's segment, of the process that had its name when it was opened. Clones share it.
 ///
-/// Requests are bound to the peer's instance: after a restart of the peer its addresses mean
-/// nothing, and the segment has to be opened again.
+/// Requests are bound to that process: after a restart of the peer its addresses mean nothing,
+/// requests end with [`PeerRestarted`](rerail_transport::TransferError::PeerRestarted), and the
+/// segment has to be opened again. While the process lives, requests follow its record: memory
+/// that it registers anew at the same address is reached by its new keys.
 #[derive(Clone)]
 pub struct Segment {
     shared: Arc<Shared>,
@@ -27,30 +30,26 @@ pub(crate) enum Route {
 }
 
 struct Shared {
-    descriptor: SegmentDescriptor,
-    peer: Arc<Peer>,
-    route: Route,
-    buffers: Vec<Piece>,
+    /// When it was opened.
+    descriptor: Arc<SegmentDescriptor>,
+    /// The same, by address.
+    opened: Arc<Offered>,
+    life: Arc<Life>,
+    reach: Arc<Reach>,
 }
 
 impl Segment {
-    pub(crate) fn new(descriptor: SegmentDescriptor, peer: Arc<Peer>, route: Route) -> Self {
-        let mut buffers: Vec<Piece> = descriptor
-            .buffers
-            .iter()
-            .filter(|buffer| matches!(route, Route::Tcp(_)) || !buffer.rkey.is_empty())
-            .map(|buffer| {
-                let keys = buffer.rkey.iter().copied();
-                Piece::new(buffer.addr, buffer.length, keys)
-            })
-            .collect();
-        buffers.sort_by_key(|piece| piece.addr);
+    pub(crate) fn new(
+        descriptor: Arc<SegmentDescriptor>,
+        life: Arc<Life>,
+        reach: Arc<Reach>,
+    ) -> Self {
         Self {
             shared: Arc::new(Shared {
                 descriptor,
-                peer,
-                route,
-                buffers,
+                opened: reach.offered(),
+                life,
+                reach,
             }),
         }
     }
@@ -60,44 +59,62 @@ impl Segment {
         &self.shared.descriptor.name
     }
 
-    /// Its record.
+    /// Its record, as it was when the segment was opened.
     pub fn descriptor(&self) -> &SegmentDescriptor {
         &self.shared.descriptor
     }
 
-    /// The memory that it offers, in the order of its record.
+    /// The memory that it offered then, in the order of its record.
     pub fn buffers(&self) -> &[Buffer] {
         &self.shared.descriptor.buffers
     }
 
+    pub(crate) fn life(&self) -> &Arc<Life> {
+        &self.shared.life
+    }
+
     pub(crate) fn peer(&self) -> &Arc<Peer> {
-        &self.shared.peer
+        self.shared.reach.peer()
     }
 
     pub(crate) fn route(&self) -> &Route {
-        &self.shared.route
+        self.shared.reach.route()
     }
 
-    /// The far end of a transfer: covered to the last byte by what is offered.
-    pub(crate) fn span(&self, addr: u64, length: u64) -> Result<Span> {
-        Span::new(addr, length, self.shared.buffers.iter().cloned()).ok_or_else(|| {
-            let buffers = &self.shared.buffers;
-            let after = buffers.partition_point(|piece| piece.addr <= addr);
-            let nearest = after
-                .checked_sub(1)
-                .or_else(|| (after < buffers.len()).then_some(0));
-            EngineError::NotOffered {
-                segment: self.name().to_owned(),
-                addr,
-                length,
-                nearest: match nearest.and_then(|index| buffers.get(index)) {
-                    Some(piece) => {
-                        format!("nearest are {} bytes at {:#x}", piece.length, piece.addr)
-                    }
-                    None => "it offers nothing".into(),
-                },
-            }
+    /// The far end of a transfer, covered to the last byte by what is offered now, or was when the
+    /// segment was opened; with the revision of the record that says so.
+    pub(crate) fn span(&self, addr: u64, length: u64) -> Result<(Span, u64)> {
+        let opened = &self.shared.opened;
+        if let Some(found) = self.present_span(addr, length) {
+            return Ok(found);
+        }
+        // What the present record lacks is refused by the peer, if it is really gone.
+        if let Some(span) = Span::new(addr, length, opened.buffers.iter().cloned()) {
+            return Ok((span, opened.revision));
+        }
+        let buffers = &opened.buffers;
+        let after = buffers.partition_point(|piece| piece.addr <= addr);
+        let nearest = after
+            .checked_sub(1)
+            .or_else(|| (after < buffers.len()).then_some(0));
+        Err(EngineError::NotOffered {
+            segment: self.name().to_owned(),
+            addr,
+            length,
+            nearest: match nearest.and_then(|index| buffers.get(index)) {
+                Some(piece) => {
+                    format!("nearest are {} bytes at {:#x}", piece.length, piece.addr)
+                }
+                None => "it offers nothing".into(),
+            },
         })
+    }
+
+    /// The same by what is offered now only.
+    pub(crate) fn present_span(&self, addr: u64, length: u64) -> Option<(Span, u64)> {
+        let present = self.shared.reach.offered();
+        let span = Span::new(addr, length, present.buffers.iter().cloned())?;
+        Some((span, present.revision))
     }
 }
 
@@ -105,43 +122,63 @@ impl fmt::Debug for Segment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Segment")
             .field("name", &self.name())
-            .field("buffers", &self.shared.buffers.len())
+            .field("buffers", &self.buffers().len())
             .finish()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use rerail_metadata::descriptor::Protocol;
+    use rerail_metadata::descriptor::{Device, Protocol};
     use rerail_transport::machine::ids::PeerId;
     use rerail_transport::rdma::PeerSpec;
+    use rerail_verbs::Gid;
 
     use super::*;
+    use crate::peers::ReachKey;
 
-    #[test]
-    fn r09_bytes_that_are_not_offered_name_the_nearest_buffer() {
+    fn descriptor(nics: &[&str], buffers: &[(u64, u64, &[u32])]) -> Arc<SegmentDescriptor> {
         let mut descriptor = SegmentDescriptor::new("peer", Protocol::rdma());
-        for (addr, length) in [(0x9000, 0x1000), (0x1000, 0x1000), (0x2000, 0x1000)] {
+        for name in nics {
+            descriptor.devices.push(Device::new(*name, 0, Gid::NULL));
+        }
+        for (addr, length, rkey) in buffers {
             descriptor.buffers.push(Buffer {
                 name: "*".into(),
-                addr,
-                length,
-                rkey: vec![1],
-                lkey: vec![1],
+                addr: *addr,
+                length: *length,
+                rkey: rkey.to_vec(),
+                lkey: rkey.to_vec(),
                 ..Buffer::default()
             });
         }
-        let peer = Peer::new(
-            PeerSpec {
+        Arc::new(descriptor)
+    }
+
+    fn segment(descriptor: &Arc<SegmentDescriptor>) -> Segment {
+        let life = Life::new(Arc::clone(descriptor));
+        let key = ReachKey::rdma(descriptor);
+        let (reach, _) = life.reach(key, descriptor, || {
+            let spec = PeerSpec {
                 id: PeerId(1),
                 segment: "peer".into(),
                 server: "peer".into(),
                 instance: None,
                 nics: Vec::new(),
-            },
-            &[],
-        );
-        let segment = Segment::new(descriptor, peer, Route::Rdma);
+            };
+            (Peer::new(spec, &[]), Route::Rdma)
+        });
+        Segment::new(Arc::clone(descriptor), life, reach)
+    }
+
+    #[test]
+    fn r09_bytes_that_are_not_offered_name_the_nearest_buffer() {
+        let buffers: [(u64, u64, &[u32]); 3] = [
+            (0x9000, 0x1000, &[1]),
+            (0x1000, 0x1000, &[1]),
+            (0x2000, 0x1000, &[1]),
+        ];
+        let segment = segment(&descriptor(&["a"], &buffers));
         assert!(
             segment.span(0x1000, 0x2000).is_ok(),
             "across the seam of two chunks"
@@ -153,5 +190,29 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn keys_follow_the_present_record_by_the_names_of_nics() {
+        let segment = segment(&descriptor(&["a", "b"], &[(0x1000, 0x1000, &[10, 20])]));
+        let keys = || {
+            let (span, revision) = segment.span(0x1000, 16).expect("offered");
+            let (.., keys) = span.at(0).expect("inside");
+            let keys = [0, 1].map(|nic| keys.get(nic).expect("there is one"));
+            (keys, revision)
+        };
+        assert_eq!(keys(), ([10, 20], 0));
+        // Registered anew, and published in another order.
+        let healthy_first = descriptor(&["b", "a"], &[(0x1000, 0x1000, &[21, 11])]);
+        segment.life().take(healthy_first, &[]);
+        assert_eq!(keys(), ([11, 21], 1));
+        // A record that lacks a NIC says nothing of keys for it.
+        let other = descriptor(&["b"], &[(0x1000, 0x1000, &[99])]);
+        segment.life().take(other, &[]);
+        assert_eq!(keys(), ([11, 21], 1));
+        // Memory that is gone is asked for as it was: the peer refuses it.
+        segment.life().take(descriptor(&["a", "b"], &[]), &[]);
+        assert_eq!(keys(), ([10, 20], 0));
+        assert!(segment.present_span(0x1000, 16).is_none());
     }
 }

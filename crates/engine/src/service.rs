@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use rerail_metadata::descriptor::JsonForm;
 use rerail_transport::rdma::RdmaTransport;
 use rerail_transport::rpc::server::Reply;
-use rerail_transport::rpc::{ConnectionMessage, Handler, Notify};
+use rerail_transport::rpc::{ConnectionMessage, Handler, Notify, Subscriber};
 
 use crate::event::Event;
 use crate::publication::Publication;
@@ -99,5 +99,14 @@ impl Handler for Shared {
             message: notify.notify_msg,
         });
         Box::pin(std::future::ready(taken))
+    }
+    fn subscribe(&self, subscriber: Subscriber) -> Reply<()> {
+        // Before there is a record nobody knows where to ask for it.
+        let publication = self.0.publication.get().cloned();
+        Box::pin(async move {
+            if let Some(publication) = publication {
+                publication.tell(subscriber).await;
+            }
+        })
     }
 }

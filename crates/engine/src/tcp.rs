@@ -6,6 +6,7 @@
 //! ([`rerail_transport::tcp`]).
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rerail_transport::TransferError;
@@ -76,7 +77,8 @@ impl TcpPeers {
         let key = (place.to_string(), version);
         // A map of peers is whole whatever panicked.
         let mut peers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(peer) = peers.get(&key) {
+        let known = peers.get(&key);
+        if let Some(peer) = known.filter(|peer| !peer.closed.load(Ordering::Acquire)) {
             let name = name.to_owned();
             return TcpPeer {
                 name,
@@ -105,6 +107,8 @@ pub(crate) struct TcpPeer {
     lanes: usize,
     /// Room in the client's queue, which refuses what does not fit.
     places: Arc<Semaphore>,
+    /// Its process is no more.
+    closed: Arc<AtomicBool>,
     clock: Clock,
     runtime: runtime::Handle,
 }
@@ -123,9 +127,17 @@ impl TcpPeer {
             client: TcpClient::new(place, version, limits, runtime.clone()),
             lanes: limits.lanes_max,
             places: Arc::new(Semaphore::new(limits.queue_max)),
+            closed: Arc::default(),
             clock,
             runtime,
         }
+    }
+
+    /// Gives up what is under way: its process is no more. Another one at the same port gets
+    /// connections of its own.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.client.close();
     }
 
     /// Moves a transfer, whose near end lies in `memory`. Returns at once.
@@ -246,6 +258,8 @@ mod tests {
         assert!(same(&renamed) && renamed.name == "b");
         assert!(!same(&get("a", 2, Version::V2)));
         assert!(!same(&get("a", 1, Version::V1)));
+        first.close();
+        assert!(!same(&get("a", 1, Version::V2)), "another process");
     }
 
     struct Told(Notify);

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use rerail_metadata::descriptor::{InstanceId, LocationNics, Protocol, RpcMeta, SegmentDescriptor};
 use rerail_metadata::{MetadataStore, connect};
+use rerail_transport::machine::peers::PUSH_FEATURE;
 use rerail_transport::machine::publisher::{Edit, LocalRecord, PublishOrder};
 use rerail_transport::rdma::{Clock, Identity, RdmaTransport};
 use rerail_transport::rpc::{HostPort, RpcClient, RpcServer};
@@ -16,6 +17,7 @@ use crate::config::{EngineConfig, Transport};
 use crate::directory::Directory;
 use crate::memory::{Registry, WILDCARD_LOCATION};
 use crate::nics::{RailListener, Recorder};
+use crate::peers::PeerView;
 use crate::publication::{Publication, StorePlace};
 use crate::service::{EngineService, Shared};
 use crate::tcp::{TcpPeers, TcpSide};
@@ -88,18 +90,21 @@ impl Engine {
             (Some(rdma), _) => rdma_record(&name, rdma),
             (None, tcp) => tcp_record(&name, &host, tcp.as_ref().map_or(0, TcpSide::port)),
         };
-        let place = store.map(|store| StorePlace {
-            store,
-            keys: config.keys.clone(),
-            name: name.clone(),
-            rpc: RpcMeta::new(host, port),
+        let place = store.map(|store| {
+            let rpc = RpcMeta::new(host, port);
+            StorePlace::new(store, config.keys.clone(), name.clone(), rpc)
         });
-        let publication = Publication::new(clock, instance, record, place);
+        let events = config.events.clone();
+        let publication = Publication::new(clock, instance, record, place, events);
         let registry = Arc::<RwLock<Registry>>::default();
+        let peers = PeerView::new(clock, directory.clone(), publication.clone());
         // Until these are set the listener refuses what it cannot answer.
         let _ = service.publication.set(publication.clone());
         if let Some(rdma) = &rdma {
+            rdma.connector()
+                .set_admission(Arc::new(publication.clone()));
             let _ = service.rdma.set(Arc::clone(rdma));
+            peers.set_rails(rdma);
             let recorder = Arc::new(Recorder {
                 publication: publication.clone(),
                 registry: Arc::clone(&registry),
@@ -107,12 +112,14 @@ impl Engine {
             rdma.set_events(Arc::new(RailListener {
                 rdma: Arc::downgrade(rdma),
                 publication: publication.clone(),
+                peers: peers.clone(),
                 clock,
                 events: config.events.clone(),
             }));
             rdma.observe(recorder, config.events.clone())?;
         }
         runtime.spawn(publication.clone().run());
+        runtime.spawn(peers.clone().run());
         Ok(Self {
             inner: Arc::new(Inner {
                 config,
@@ -122,6 +129,7 @@ impl Engine {
                 service,
                 directory,
                 publication,
+                peers,
                 rdma,
                 tcp,
                 server: Some(server),
@@ -129,7 +137,6 @@ impl Engine {
                 registering: Mutex::default(),
                 next_region: AtomicU64::new(1),
                 next_peer: AtomicU64::new(1),
-                peers: Mutex::default(),
                 tcp_peers: TcpPeers::default(),
                 runtime: Some(runtime),
             }),
@@ -163,7 +170,7 @@ fn rdma_record(name: &str, rdma: &RdmaTransport) -> LocalRecord {
     let base = SegmentDescriptor::new(name, Protocol::rdma());
     let nics = rdma.nics().iter();
     let names: Vec<String> = nics.map(|nic| nic.name().to_owned()).collect();
-    let mut record = LocalRecord::new(base, Vec::new(), names.clone(), PublishOrder::Fixed);
+    let mut record = LocalRecord::new(base, features(), names.clone(), PublishOrder::Fixed);
     // A NIC that is not usable yet is entered by its observer.
     let ports = rdma.nics().iter().filter_map(|nic| {
         let facts = nic.facts()?;
@@ -193,5 +200,10 @@ fn tcp_record(name: &str, host: &str, port: u16) -> LocalRecord {
     base.tcp_data_port = port;
     base.tcp_data_host = Some(host.to_owned());
     base.tcp_proto_version = TCP_PROTO_VERSION;
-    LocalRecord::new(base, Vec::new(), [], PublishOrder::Fixed)
+    LocalRecord::new(base, features(), [], PublishOrder::Fixed)
+}
+
+/// What Rerail peers may ask of us beyond the formats of C++ engines.
+fn features() -> Vec<String> {
+    vec![PUSH_FEATURE.to_owned()]
 }

@@ -1,0 +1,477 @@
+//! What this engine knows of its peers: the driver of the [`Peers`] machine.
+//!
+//! Segments that are open are of interest. Their records come over subscriptions, by the store's
+//! watch, and by reading; whatever the way, the machine says which are taken in. What a record
+//! means is carried out here: rails hear of NICs that came or went, and requests to a process that
+//! is no more end.
+//!
+//! Opening a segment always reads its record, since who was told "it is registered" must find the
+//! memory. A store that is away does not hinder it for a peer that is known.
+//!
+//! Deliberately not here: which record is newer and when one is read (the machine), how a record
+//! is read ([`Directory`]), and what a request does after a refused access ([`crate::batch`]).
+
+mod life;
+mod listening;
+mod watching;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rerail_metadata::WatchKind;
+use rerail_metadata::descriptor::InstanceId;
+use rerail_transport::machine::Machine;
+use rerail_transport::machine::peers::{
+    Action, Fetched, Input, NicChange, Parting, PeerRecord, Peers, PeersConfig, Trouble,
+};
+use rerail_transport::rdma::{Clock, RdmaTransport};
+use rerail_transport::rpc::Standing;
+use tokio::sync::{Notify, Semaphore};
+
+pub(crate) use life::{Life, Offered, Reach, ReachKey};
+use listening::Listening;
+
+use crate::directory::Directory;
+use crate::publication::Publication;
+use crate::segment::Route;
+use crate::{EngineError, Result};
+
+/// Peers of interest at most.
+const PEERS_MAX: usize = 65_536;
+/// Records that are read at once.
+const READS_MAX: usize = 64;
+/// How often peers that nobody uses are looked for.
+const SWEEP: Duration = Duration::from_secs(15);
+/// How long a peer is remembered after it was opened, though nobody uses it.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
+/// The view. Clones share it.
+#[derive(Clone)]
+pub(crate) struct PeerView {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    clock: Clock,
+    directory: Directory,
+    own: Publication,
+    /// Weak, because it asks us for records.
+    rails: OnceLock<Weak<RdmaTransport>>,
+    state: Mutex<State>,
+    /// There is something to do.
+    touched: Notify,
+    reads: Semaphore,
+}
+
+struct State {
+    machine: Peers,
+    opened: BTreeMap<String, Opened>,
+    /// Not bounded by itself: the machine has one reading, subscription and question at a time for
+    /// each peer.
+    todo: VecDeque<Todo>,
+}
+
+/// A name of interest.
+struct Opened {
+    life: Option<Arc<Life>>,
+    /// When it was opened last.
+    at: Instant,
+}
+
+/// What is to be done without the lock, in order.
+enum Todo {
+    Fetch { ticket: u64, name: String },
+    Subscribe { name: String },
+    Unsubscribe { name: String },
+    Acknowledge { name: String, taken: Standing },
+    AskAlive { name: String },
+    Parted(Arc<Life>),
+    Nics(Arc<Life>, Vec<(String, NicChange)>),
+}
+
+impl PeerView {
+    /// Knows nobody yet.
+    pub(crate) fn new(clock: Clock, directory: Directory, own: Publication) -> Self {
+        let tells = directory
+            .store()
+            .is_some_and(|(store, _)| matches!(store.capabilities().watch, WatchKind::Events));
+        let config = PeersConfig {
+            has_watch: tells,
+            ..PeersConfig::default()
+        };
+        Self {
+            shared: Arc::new(Shared {
+                clock,
+                directory,
+                own,
+                rails: OnceLock::new(),
+                state: Mutex::new(State {
+                    machine: Peers::new(config, rand::random()),
+                    opened: BTreeMap::new(),
+                    todo: VecDeque::new(),
+                }),
+                touched: Notify::new(),
+                reads: Semaphore::new(READS_MAX),
+            }),
+        }
+    }
+
+    /// Tells `rails` of NICs and peers that come and go. Only the first call counts.
+    pub(crate) fn set_rails(&self, rails: &Arc<RdmaTransport>) {
+        let _ = self.shared.rails.set(Arc::downgrade(rails));
+    }
+
+    /// The peer that has a name: its record is read afresh, unless only the store cannot be asked
+    /// and the peer is known.
+    pub(crate) async fn open(&self, name: &str) -> Result<Arc<Life>> {
+        let ticket = self.begin(name)?;
+        let read = self.read(name).await;
+        if let Some(ticket) = ticket {
+            let result = fetched(&read);
+            self.feed(Input::Fetched { ticket, result });
+        }
+        let name = name.to_owned();
+        match read {
+            Ok(record) => {
+                self.feed(Input::WatchPut {
+                    name: name.clone(),
+                    record,
+                });
+                self.life(&name).ok_or_else(|| EngineError::Peer {
+                    peer: name,
+                    what: "record",
+                    reason: "it is one of a process that has been replaced".into(),
+                })
+            }
+            Err(error) => {
+                let known = self.life(&name);
+                let is_missing = matches!(&error, EngineError::Metadata(e) if e.is_not_found());
+                if is_missing {
+                    self.feed(Input::WatchDelete { name: name.clone() });
+                }
+                let store_only = match &error {
+                    EngineError::Metadata(error) => error.is_retryable(),
+                    _ => false,
+                };
+                // One that tells its record itself is there, whatever the store has lost.
+                let told = is_missing && self.state().machine.is_subscribed(&name);
+                match known.filter(|_| store_only || told) {
+                    Some(life) => {
+                        tracing::debug!(%error, name, "opened by the record at hand");
+                        Ok(life)
+                    }
+                    None => Err(error),
+                }
+            }
+        }
+    }
+
+    /// Work towards a peer failed in a way that a stale record would explain. Never blocks.
+    pub(crate) fn trouble(&self, name: &str, trouble: Trouble) {
+        let name = name.to_owned();
+        self.feed(Input::Trouble { name, trouble });
+    }
+
+    /// The peer that has a name now, if it is known.
+    pub(crate) fn life(&self, name: &str) -> Option<Arc<Life>> {
+        self.state().opened.get(name)?.life.clone()
+    }
+
+    /// Carries out what the machine wants, for ever.
+    pub(crate) async fn run(self) {
+        if let Some((store, keys)) = self.shared.directory.store()
+            && matches!(store.capabilities().watch, WatchKind::Events)
+        {
+            tokio::spawn(self.clone().watch(Arc::clone(store), keys.clone()));
+        }
+        let mut listening = HashMap::new();
+        let mut sweep = tokio::time::interval(SWEEP);
+        loop {
+            while let Some(todo) = self.next() {
+                self.carry_out(todo, &mut listening);
+            }
+            let due = self.state().machine.next_timeout();
+            let sleep = async {
+                match due {
+                    Some(due) => {
+                        let due = self.shared.clock.instant(due);
+                        tokio::time::sleep_until(due.into()).await;
+                    }
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = self.shared.touched.notified() => {}
+                () = sleep => {
+                    let now = self.shared.clock.now();
+                    let mut state = self.state();
+                    state.machine.handle_timeout(now);
+                    state.settle(None);
+                }
+                _ = sweep.tick() => self.sweep(&mut self.state(), REMEMBERED),
+            }
+        }
+    }
+
+    fn next(&self) -> Option<Todo> {
+        self.state().todo.pop_front()
+    }
+
+    fn carry_out(&self, todo: Todo, listening: &mut HashMap<String, Listening>) {
+        match todo {
+            Todo::Fetch { ticket, name } => {
+                let view = self.clone();
+                tokio::spawn(async move {
+                    // Never closed.
+                    let _place = view.shared.reads.acquire().await;
+                    let result = fetched(&view.read(&name).await);
+                    view.feed(Input::Fetched { ticket, result });
+                });
+            }
+            Todo::Subscribe { name } => {
+                let task = Listening::start(self.clone(), name.clone());
+                listening.insert(name, task);
+            }
+            Todo::Unsubscribe { name } => {
+                listening.remove(&name);
+            }
+            Todo::Acknowledge { name, taken } => {
+                if let Some(listening) = listening.get(&name) {
+                    listening.acknowledge(taken);
+                }
+            }
+            Todo::AskAlive { name } => {
+                let view = self.clone();
+                tokio::spawn(async move {
+                    match view.shared.directory.probe(&name).await {
+                        Ok(()) => view.feed(Input::Alive { name }),
+                        Err(error) => tracing::debug!(%error, "no sign of life"),
+                    }
+                });
+            }
+            Todo::Parted(life) => self.part(&life),
+            Todo::Nics(life, changes) => self.tell_rails(&life, &changes),
+        }
+    }
+
+    /// Ends what is bound to a life that is over.
+    fn part(&self, life: &Life) {
+        // First, so that requests end with this reason.
+        life.end();
+        let is_gone = life.failure().is_some();
+        for reach in life.reaches() {
+            match (reach.route(), self.rails()) {
+                (Route::Rdma, Some(rails)) if is_gone => rails.peer_gone(reach.peer()),
+                (Route::Rdma, Some(rails)) => rails.forget_peer(reach.peer()),
+                (Route::Tcp(peer), _) if is_gone => peer.close(),
+                // Its connections end by themselves when they are idle.
+                (Route::Tcp(_) | Route::Rdma, _) => {}
+            }
+        }
+    }
+
+    /// Tells the rails which NICs of a peer came or went.
+    fn tell_rails(&self, life: &Life, changes: &[(String, NicChange)]) {
+        let Some(rails) = self.rails() else {
+            return;
+        };
+        for reach in life.reaches() {
+            for (name, change) in changes {
+                let Some(nic) = reach.nic(name) else {
+                    continue;
+                };
+                tracing::debug!(peer = life.name(), nic = name, ?change, "a peer's NIC");
+                let peer = reach.peer();
+                match change {
+                    NicChange::Up => rails.peer_nic(peer, nic, true),
+                    NicChange::Down => rails.peer_nic(peer, nic, false),
+                    // What uses its old address is cut, and the new one tried at once.
+                    NicChange::Moved => {
+                        rails.peer_nic(peer, nic, false);
+                        rails.peer_nic(peer, nic, true);
+                    }
+                }
+            }
+        }
+    }
+
+    fn rails(&self) -> Option<Arc<RdmaTransport>> {
+        self.shared.rails.get().and_then(Weak::upgrade)
+    }
+
+    /// Tells the rails of a new way which of the peer's NICs are withdrawn.
+    pub(crate) fn withdrawn(&self, reach: &Reach, down: &[String]) {
+        if let Some(rails) = self.rails() {
+            for nic in down.iter().filter_map(|name| reach.nic(name)) {
+                rails.peer_nic(reach.peer(), nic, false);
+            }
+        }
+    }
+
+    /// Makes a name one of interest. The ticket is that of its first reading, which is the
+    /// caller's to make.
+    fn begin(&self, name: &str) -> Result<Option<u64>> {
+        let now = self.shared.clock.now();
+        let mut state = self.state();
+        if let Some(opened) = state.opened.get_mut(name) {
+            opened.at = Instant::now();
+            return Ok(None);
+        }
+        if state.opened.len() >= PEERS_MAX {
+            self.sweep(&mut state, Duration::ZERO);
+            if state.opened.len() >= PEERS_MAX {
+                return Err(EngineError::Invalid {
+                    what: "segment",
+                    reason: format!("{PEERS_MAX} others are open"),
+                });
+            }
+        }
+        let opened = Opened {
+            life: None,
+            at: Instant::now(),
+        };
+        state.opened.insert(name.to_owned(), opened);
+        let open = Input::Open {
+            name: name.to_owned(),
+        };
+        state.machine.handle(now, open);
+        let ticket = state.settle(Some(name));
+        drop(state);
+        self.shared.touched.notify_one();
+        Ok(ticket)
+    }
+
+    /// Forgets peers that nobody uses and nobody has opened for `remembered`.
+    fn sweep(&self, state: &mut State, remembered: Duration) {
+        let idle = |(name, opened): (&String, &Opened)| {
+            let used = opened
+                .life
+                .as_ref()
+                .is_some_and(|life| Arc::strong_count(life) > 1);
+            (!used && opened.at.elapsed() >= remembered).then(|| name.clone())
+        };
+        let idle: Vec<String> = state.opened.iter().filter_map(idle).collect();
+        let now = self.shared.clock.now();
+        for name in idle {
+            state
+                .machine
+                .handle(now, Input::Close { name: name.clone() });
+            state.settle(None);
+            state.opened.remove(&name);
+        }
+    }
+
+    /// A peer's record and its location.
+    async fn read(&self, name: &str) -> Result<PeerRecord> {
+        let own = self.shared.own.descriptor();
+        self.shared.directory.record(name, &own).await
+    }
+
+    fn feed(&self, input: Input) {
+        let now = self.shared.clock.now();
+        let mut state = self.state();
+        state.machine.handle(now, input);
+        state.settle(None);
+        drop(state);
+        self.shared.touched.notify_one();
+    }
+
+    fn is_of_interest(&self, name: &str) -> bool {
+        self.state().opened.contains_key(name)
+    }
+
+    fn directory(&self) -> &Directory {
+        &self.shared.directory
+    }
+
+    fn own_instance(&self) -> InstanceId {
+        self.shared.own.instance()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // The machine does not panic half-way; a poisoned one is whole.
+        self.shared
+            .state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Takes the machine's actions: lives change at once, the rest is to be done. The ticket of a
+    /// reading of the peer called `own` is returned, which its caller makes.
+    fn settle(&mut self, own: Option<&str>) -> Option<u64> {
+        let mut ticket_of_own = None;
+        while let Some(action) = self.machine.poll() {
+            let todo = match action {
+                Action::Fetch { ticket, name } if own == Some(name.as_str()) => {
+                    ticket_of_own = Some(ticket);
+                    continue;
+                }
+                Action::Fetch { ticket, name } => Todo::Fetch { ticket, name },
+                Action::Subscribe { name, .. } => Todo::Subscribe { name },
+                Action::Unsubscribe { name } => Todo::Unsubscribe { name },
+                Action::AskAlive { name } => Todo::AskAlive { name },
+                Action::Acknowledge {
+                    name,
+                    instance,
+                    generation,
+                } => Todo::Acknowledge {
+                    name,
+                    taken: Standing {
+                        instance,
+                        generation,
+                    },
+                },
+                Action::Retired { name, parting, .. } => {
+                    let opened = self.opened.get_mut(&name);
+                    let Some(life) = opened.and_then(|opened| opened.life.take()) else {
+                        continue;
+                    };
+                    if parting != Parting::Closed {
+                        tracing::warn!(name, ?parting, "a peer is gone");
+                    }
+                    life.part(parting);
+                    Todo::Parted(life)
+                }
+                Action::Updated {
+                    name,
+                    descriptor,
+                    nics,
+                    ..
+                } => {
+                    let Some(opened) = self.opened.get_mut(&name) else {
+                        continue;
+                    };
+                    let life = opened
+                        .life
+                        .get_or_insert_with(|| Life::new(Arc::clone(&descriptor)));
+                    life.take(descriptor, &nics);
+                    Todo::Nics(Arc::clone(life), nics)
+                }
+                Action::Refreshed { name, outcome } => {
+                    tracing::debug!(name, ?outcome, "a record was asked for after trouble");
+                    if let Some(life) = self.opened.get(&name).and_then(|o| o.life.as_ref()) {
+                        life.refreshed();
+                    }
+                    continue;
+                }
+            };
+            self.todo.push_back(todo);
+        }
+        ticket_of_own
+    }
+}
+
+/// What the machine is told of a reading.
+fn fetched(read: &Result<PeerRecord>) -> Fetched {
+    match read {
+        Ok(record) => Fetched::Found(record.clone()),
+        Err(EngineError::Metadata(error)) if error.is_not_found() => Fetched::NotFound,
+        Err(error) => {
+            tracing::debug!(%error, "a record cannot be read");
+            Fetched::Unavailable
+        }
+    }
+}
