@@ -35,6 +35,16 @@ pub trait MetadataStore: fmt::Debug + Send + Sync {
     /// What this store can do.
     fn capabilities(&self) -> Capabilities;
 
+    /// What a write of so many bytes under `key` would come to, without sending anything.
+    ///
+    /// # Errors
+    ///
+    /// [`MetadataError::TooLarge`], with the limit and what to do, where the limit is known.
+    fn check_size(&self, key: &str, value_bytes: usize) -> Result<()> {
+        let _ = (key, value_bytes);
+        Ok(())
+    }
+
     /// The record under `key`.
     ///
     /// # Errors

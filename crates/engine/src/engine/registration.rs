@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use rerail_metadata::descriptor::JsonForm;
 use rerail_transport::machine::ids::RegionId;
 use rerail_transport::machine::publisher::{Edit, KeyPair};
 use rerail_transport::rdma::{Piece, RegisteredMemory};
@@ -27,7 +28,8 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// It overlaps other registered memory, or a device refuses it.
+    /// It overlaps other registered memory, a device refuses it, or the record would be larger than
+    /// the store takes.
     pub fn register(&self, memory: &HostMemory, options: MemoryOptions) -> Result<()> {
         self.register_batch(std::slice::from_ref(memory), options)
     }
@@ -53,6 +55,7 @@ impl Engine {
             }
             Ok(())
         });
+        let outcome = outcome.and_then(|()| inner.check_record_size());
         if let Err(error) = outcome {
             for region in regions {
                 inner.unpublish(&region);
@@ -222,6 +225,21 @@ impl Inner {
 
     fn next_region(&self) -> RegionId {
         RegionId(self.next_region.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Refuses what would make the record larger than the store takes: published anyway, it would
+    /// be tried again for ever, and peers would not see later changes either.
+    fn check_record_size(&self) -> Result<()> {
+        let Some((store, keys)) = self.directory.store() else {
+            return Ok(());
+        };
+        if store.capabilities().value_bytes_max.is_none() {
+            return Ok(());
+        }
+        // With the longer of the two forms' endings.
+        let record = self.publication.descriptor().to_json(JsonForm::Line);
+        store.check_size(&keys.segment(&self.name), record.len())?;
+        Ok(())
     }
 
     /// Gives the store time to take the latest registrations in.

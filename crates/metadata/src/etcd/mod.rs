@@ -71,21 +71,6 @@ impl EtcdStore {
             .saturating_sub(REQUEST_OVERHEAD_BYTES)
     }
 
-    /// Names etcd's limit before anything is sent.
-    fn check_size(&self, key: &str, value: &Bytes) -> Result<()> {
-        let limit = self.value_bytes_max();
-        if key.len() + value.len() <= limit {
-            return Ok(());
-        }
-        Err(MetadataError::TooLarge {
-            store: self.describe(),
-            key: key.into(),
-            size: value.len(),
-            limit,
-            hint: TOO_LARGE_HINT,
-        })
-    }
-
     fn malformed(&self, key: &str, reason: &str) -> Failed {
         Failed::For(MetadataError::Malformed {
             store: self.describe(),
@@ -133,7 +118,7 @@ impl EtcdStore {
         value: Bytes,
         lease: Option<&LeaseId>,
     ) -> Result<Version> {
-        self.check_size(key, &value)?;
+        self.check_size(key, value.len())?;
         let put = put_options(lease)?;
         let attempt = |client: Client, in_doubt: bool| {
             let (value, put) = (value.clone(), put.clone());
@@ -278,6 +263,21 @@ impl MetadataStore for EtcdStore {
         }
     }
 
+    /// The limit counts the key, too, which is in the same request.
+    fn check_size(&self, key: &str, value_bytes: usize) -> Result<()> {
+        let limit = self.value_bytes_max();
+        if key.len() + value_bytes <= limit {
+            return Ok(());
+        }
+        Err(MetadataError::TooLarge {
+            store: self.describe(),
+            key: key.into(),
+            size: value_bytes,
+            limit,
+            hint: TOO_LARGE_HINT,
+        })
+    }
+
     async fn get(&self, key: &str) -> Result<Record> {
         let found = self.read(key, false).await?;
         found
@@ -290,7 +290,7 @@ impl MetadataStore for EtcdStore {
     }
 
     async fn put(&self, key: &str, value: Bytes, lease: Option<&LeaseId>) -> Result<Version> {
-        self.check_size(key, &value)?;
+        self.check_size(key, value.len())?;
         let put = put_options(lease)?;
         let attempt = |client: Client, _| {
             let (value, put) = (value.clone(), put.clone());

@@ -259,15 +259,7 @@ impl Inner {
         value: Bytes,
         lease: Option<&LeaseId>,
     ) -> Result<Version> {
-        if value.len() > VALUE_BYTES_MAX {
-            return Err(MetadataError::TooLarge {
-                store: self.name.clone(),
-                key: key.into(),
-                size: value.len(),
-                limit: VALUE_BYTES_MAX,
-                hint: "register fewer buffers",
-            });
-        }
+        self.check_size(key, value.len())?;
         let outcome = self
             .run(operation, key, |mut connection| {
                 let value = &value;
@@ -283,6 +275,19 @@ impl Inner {
             Outcome::NoLease => Err(self.lease_lost(lease)),
             Outcome::Conflict(current) => Err(self.conflict(key, condition, current)),
         }
+    }
+
+    fn check_size(&self, key: &str, value_bytes: usize) -> Result<()> {
+        if value_bytes <= VALUE_BYTES_MAX {
+            return Ok(());
+        }
+        Err(MetadataError::TooLarge {
+            store: self.name.clone(),
+            key: key.into(),
+            size: value_bytes,
+            limit: VALUE_BYTES_MAX,
+            hint: "register fewer buffers",
+        })
     }
 
     fn lease_lost(&self, lease: Option<&LeaseId>) -> MetadataError {
@@ -418,6 +423,10 @@ impl MetadataStore for RedisStore {
             watch: WatchKind::Events,
             value_bytes_max: Some(VALUE_BYTES_MAX),
         }
+    }
+
+    fn check_size(&self, key: &str, value_bytes: usize) -> Result<()> {
+        self.inner.check_size(key, value_bytes)
     }
 
     async fn get(&self, key: &str) -> Result<Record> {
