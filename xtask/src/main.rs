@@ -5,6 +5,7 @@
 //! deliberately not here: anything the library crates or the program need at run time.
 
 mod artifacts;
+mod bench;
 mod ci;
 mod consumers;
 mod cpp_engine;
@@ -13,6 +14,7 @@ mod guest;
 mod interop;
 mod process;
 mod setup;
+mod stores;
 mod tidy;
 mod workspace;
 
@@ -46,6 +48,13 @@ enum Task {
     },
     /// Move data between the program and the C++ engine, each in each role.
     Interop,
+    /// Test each metadata store alone, and move data with a program that has only that one.
+    Stores(stores::StoresArgs),
+    /// Measure something.
+    Bench {
+        /// What is measured.
+        what: bench::What,
+    },
     /// Use each library crate as its users do: outside this workspace, by its README.
     Consumers,
     /// Check the house rules that a program can check.
@@ -60,6 +69,8 @@ fn main() -> ExitCode {
         Task::Guest(args) => guest::scenarios(&args).map(|()| ExitCode::SUCCESS),
         Task::Ci { full } => ci::run(full).map(|()| ExitCode::SUCCESS),
         Task::Interop => interop::run().map(|()| ExitCode::SUCCESS),
+        Task::Stores(args) => stores::run(&args).map(|()| ExitCode::SUCCESS),
+        Task::Bench { what } => bench::run(what).map(|()| ExitCode::SUCCESS),
         Task::Consumers => consumers::run().map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),
     };

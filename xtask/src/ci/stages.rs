@@ -182,7 +182,8 @@ fn doc(ci: &Context) -> Result<()> {
 }
 
 /// All tests of the workspace that need no device. nextest is used where it is installed, as it
-/// ends tests that hang; plain cargo runs the same ones.
+/// ends and names a test that hangs; plain cargo runs the same ones, and a test that hangs ends
+/// with the stage. Nobody is made to install it: that takes longer than the tests.
 fn tests(ci: &Context) -> Result<()> {
     // A store that is not there is an error here: `setup` has installed it.
     let env = [
@@ -200,6 +201,10 @@ fn tests(ci: &Context) -> Result<()> {
         ci.cargo_with(&nextest, &env)?;
         ci.cargo_with(&["test", "--locked", "--workspace", "--doc"], &env)
     } else {
+        println!(
+            "# without cargo-nextest a test that hangs is not named, and ends after {} s with all others",
+            ci.limit.as_secs()
+        );
         ci.cargo_with(&["test", "--locked", "--workspace", "--no-fail-fast"], &env)
     }
 }

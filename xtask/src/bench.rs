@@ -1,0 +1,31 @@
+//! `cargo xtask bench WHAT`: measurements that are no tests, since only ratios of them mean anything
+//! on another machine.
+
+use anyhow::Result;
+
+use crate::{process, setup};
+
+/// What can be measured.
+#[derive(clap::ValueEnum, Clone, Copy)]
+pub(crate) enum What {
+    /// Every metadata store: the way of a change to 100 watchers of 1 000 segments.
+    Stores,
+    /// Encoding and decoding descriptors, JSON and bincode.
+    Codec,
+}
+
+/// Measures it in the release profile.
+pub(crate) fn run(what: What) -> Result<()> {
+    let mut command = process::cargo();
+    command.args(["bench", "--locked", "-p", "rerail-metadata", "--bench"]);
+    match what {
+        What::Stores => {
+            setup::install_missing()?;
+            command.args(["stores", "--features", "etcd,redis,http,server"]);
+        }
+        What::Codec => {
+            command.args(["codec", "--features", "bincode"]);
+        }
+    }
+    process::run(&mut command)
+}
