@@ -1,5 +1,5 @@
-//! `cargo xtask bench WHAT`: measurements that are no tests, since only ratios of them mean anything
-//! on another machine.
+//! `cargo xtask bench WHAT`: measurements that are no tests, since only ratios of them mean
+//! anything on another machine.
 
 use anyhow::Result;
 
