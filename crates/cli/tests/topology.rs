@@ -18,7 +18,13 @@ fn command(args: &[&str], tree: &Tree) -> Command {
         "RERAIL_LOG",
         "RERAIL_DEVICES",
         "MC_TE_FILTERS",
+        "RERAIL_CUSTOM_TOPOLOGY",
         "MC_CUSTOM_TOPO_JSON",
+        "RERAIL_GID_INDEX",
+        "MC_GID_INDEX",
+        "NCCL_IB_GID_INDEX",
+        "RERAIL_GID_SUBNETS",
+        "RERAIL_GID_NETDEVS",
     ] {
         command.env_remove(variable);
     }
@@ -218,6 +224,21 @@ fn t09_a_custom_matrix_is_honoured_or_refused_with_its_place() {
             );
         }
     }
+    // The text itself does as well as a file, and has places too.
+    let inline = r#"{"cuda:1": [["mlx5_4"], ["mlx5_1"]]}"#;
+    assert_eq!(topology(&tree, &["--custom", inline]), object);
+    let mut by_variable = command(&["topology", "--json"], &tree);
+    let output = run(by_variable.env("MC_CUSTOM_TOPO_JSON", inline));
+    assert_eq!(self::object(&output), object);
+    let broken = "{\n \"cuda:1\": [[\"mlx5_4\"], [\"mlx5_9\"]]\n}";
+    let output = run(&mut command(&["topology", "--custom", broken], &tree));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        stderr(&output).contains("custom topology, line 2, column 26: ")
+            && stderr(&output).contains("mlx5_9"),
+        "{}",
+        stderr(&output)
+    );
     // Where both are given, the option wins over the variable.
     let mut command = command(&["topology", "--json", "--custom", &good], &tree);
     let output = run(command.env("MC_CUSTOM_TOPO_JSON", "/nonexistent"));

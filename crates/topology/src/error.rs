@@ -46,7 +46,7 @@ pub enum TopologyError {
         source: io::Error,
     },
     /// A document does not have its form.
-    #[error("{document}, line {line}, column {column}: {reason}")]
+    #[error("{document}{}: {reason}", place(*line, *column))]
     Malformed {
         /// The file's name, or what else the text is.
         document: String,
@@ -71,6 +71,15 @@ pub enum TopologyError {
         /// What could have been named.
         usable: Vec<String>,
     },
+}
+
+/// Where a fault is, if it is anywhere in particular.
+fn place(line: usize, column: usize) -> String {
+    if line == 0 {
+        String::new()
+    } else {
+        format!(", line {line}, column {column}")
+    }
 }
 
 impl TopologyError {

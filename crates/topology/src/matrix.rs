@@ -7,7 +7,7 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::rail::Rail;
-use crate::scan::{Gpu, Nic, natural, visible};
+use crate::scan::{Gpu, Nic, listed, natural, visible};
 use crate::{Distance, Place, Scan, TopologyError};
 
 /// Most locations of a matrix that somebody else made.
@@ -190,7 +190,7 @@ pub(crate) fn numbered<'g>(gpus: &'g [Gpu], cuda_visible: Option<&str>) -> Vec<(
         let of_maker = gpus
             .iter()
             .filter(|gpu| gpu.vendor.location_prefix() == prefix);
-        let mut of_maker: Vec<_> = of_maker.collect();
+        let mut of_maker: Vec<_> = listed(of_maker.collect());
         if let Some(text) = cuda_visible.filter(|_| prefix == "cuda") {
             of_maker = visible(&of_maker, text);
         }

@@ -1,7 +1,9 @@
-//! The NUMA node of a page, from `/proc/self/numa_maps`.
+//! The NUMA node of a page.
 //!
-//! The kernel's own call for this, `move_pages`, needs `unsafe` and is therefore not used: what is
-//! known here is known per mapping. Memory of devices is not detected here; its owner names it.
+//! The kernel is asked about the page itself (`move_pages`). Where it forbids that, as containers'
+//! default profile does, `/proc/self/numa_maps` has to do: it counts pages by node for each mapping,
+//! not for ranges of it, so that a node is known there only where all of a mapping lies in one.
+//! Memory of devices is not detected here; its owner names it.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -11,14 +13,17 @@ use crate::Location;
 /// Longest line that is read; the kernel's have a few hundred bytes.
 const LINE_BYTES_MAX: u64 = 16 * 1024;
 
-/// The location of the page at `address` in this process: `cpu:N` when its mapping lies in one NUMA
-/// node only, else [`Location::Any`]. Memory that was never touched lies nowhere yet.
+/// The location of the page at `address` in this process: `cpu:N`, or [`Location::Any`] for memory
+/// that was never touched, which lies nowhere yet, and where the answer is not known.
 ///
 /// # Errors
 ///
-/// `/proc/self/numa_maps` cannot be read, for example because the kernel has no NUMA.
+/// Neither way is open, for example because the kernel has no NUMA.
 pub fn location_of(address: u64) -> io::Result<Location> {
-    find(BufReader::new(File::open("/proc/self/numa_maps")?), address)
+    match rerail_verbs::node_of_page(address) {
+        Ok(node) => Ok(node.map_or(Location::Any, Location::Cpu)),
+        Err(_) => find(BufReader::new(File::open("/proc/self/numa_maps")?), address),
+    }
 }
 
 /// `maps` has a line for each mapping, by ascending address. It does not say where a mapping ends,
@@ -80,10 +85,32 @@ mod tests {
     #[test]
     fn ones_own_touched_memory_is_on_a_node_or_unknown() {
         let touched = vec![1_u8; 1 << 20];
-        match location_of(touched.as_ptr() as u64) {
+        let address = touched.as_ptr() as u64;
+        match location_of(address) {
+            Ok(location) if rerail_verbs::node_of_page(address).is_ok() => {
+                assert!(matches!(location, Location::Cpu(_)), "{location}");
+            }
             Ok(location) => assert!(matches!(location, Location::Cpu(_) | Location::Any)),
             Err(error) => assert_eq!(error.kind(), io::ErrorKind::NotFound, "no NUMA"),
         }
+    }
+
+    #[test]
+    fn pages_of_one_mapping_are_told_apart() {
+        // Untouched pages beside a touched one: by mapping they would all be on its node.
+        let memory = rerail_verbs::HostMemory::allocate(1 << 22).expect("memory");
+        let first = memory.addr();
+        if rerail_verbs::node_of_page(first).is_err() {
+            eprintln!("left out: the kernel does not tell nodes of pages");
+            return;
+        }
+        memory.copy_in(0, &[1]).expect("in bounds");
+        assert!(matches!(
+            location_of(first).expect("an answer"),
+            Location::Cpu(_)
+        ));
+        let far = location_of(first + (1 << 21) + 8192).expect("an answer");
+        assert_eq!(far, Location::Any, "never touched");
     }
 
     proptest::proptest! {

@@ -84,6 +84,15 @@ impl DeviceFilter {
         self.names.is_empty()
     }
 
+    /// Whether the filter leaves open that a port of this device is used.
+    pub(crate) fn may_name(&self, device: &str) -> bool {
+        let of_device = |name: &String| {
+            let rest = name.strip_prefix(device);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
+        };
+        self.is_empty() || self.names.iter().any(of_device)
+    }
+
     fn names_port(&self, nic: &Nic, port: &NicPort) -> bool {
         let with_port = format!("{}:{}", nic.name, port.number);
         let mut names = self.names.iter();

@@ -1,7 +1,7 @@
 //! The whole of it: what was found, what is used, and what is near what.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::rail::{DeviceFilter, Rail, rails};
 use crate::{Matrix, Scan, SettingError, TopologyError};
@@ -29,8 +29,8 @@ pub struct TopologyOptions {
 }
 
 impl TopologyOptions {
-    /// `RERAIL_DEVICES` (`MC_TE_FILTERS`), `RERAIL_CUSTOM_TOPOLOGY` (`MC_CUSTOM_TOPO_JSON`), both
-    /// file names, and `CUDA_VISIBLE_DEVICES`.
+    /// `RERAIL_DEVICES` (`MC_TE_FILTERS`), `RERAIL_CUSTOM_TOPOLOGY` (`MC_CUSTOM_TOPO_JSON`), each a
+    /// file or the matrix itself (see [`CustomMatrix::parse`]), and `CUDA_VISIBLE_DEVICES`.
     ///
     /// # Errors
     ///
@@ -38,11 +38,12 @@ impl TopologyOptions {
     pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, SettingError> {
         let mut custom = None;
         for variable in CUSTOM_VARIABLES {
-            if let Some(path) = lookup(variable) {
-                if path.is_empty() {
-                    return Err(SettingError::new(*variable, &path, "the name of a file"));
+            if let Some(text) = lookup(variable) {
+                if text.trim().is_empty() {
+                    let expected = "the name of a file, or a matrix {…}";
+                    return Err(SettingError::new(*variable, &text, expected));
                 }
-                custom = Some(CustomMatrix::File(path.into()));
+                custom = Some(CustomMatrix::parse(&text));
                 break;
             }
         }
@@ -51,6 +52,18 @@ impl TopologyOptions {
             custom,
             cuda_visible: lookup("CUDA_VISIBLE_DEVICES"),
         })
+    }
+}
+
+impl CustomMatrix {
+    /// What a setting says: the matrix itself if it begins with `{`, else the name of a file. A
+    /// file whose name begins so can be given as `./{…`.
+    pub fn parse(text: &str) -> Self {
+        if text.trim_start().starts_with('{') {
+            Self::Inline(text.to_owned())
+        } else {
+            Self::File(text.into())
+        }
     }
 }
 
@@ -68,6 +81,16 @@ pub struct Topology {
 }
 
 impl Topology {
+    /// Reads the machine below `root` and makes rails and matrix of it. Devices that the options'
+    /// filter does not name are not opened.
+    ///
+    /// # Errors
+    ///
+    /// As [`Scan::read`] and [`new`](Self::new).
+    pub fn read(root: &Path, options: &TopologyOptions) -> Result<Self, TopologyError> {
+        Self::new(Scan::read_for(root, &options.devices)?, options)
+    }
+
     /// Makes rails and matrix of what was found.
     ///
     /// # Errors

@@ -23,6 +23,7 @@ mod memory;
 mod memory_region;
 mod objects;
 mod owned;
+mod page;
 mod protection_domain;
 mod queue_pair;
 #[cfg(feature = "sim")]
@@ -36,6 +37,7 @@ pub use device::{Device, DeviceList, OPEN_LIMIT};
 pub use error::{PostError, VerbsError};
 pub use memory::{HostMemory, OutOfBounds, Pages};
 pub use memory_region::MemoryRegion;
+pub use page::node_of_page;
 pub use protection_domain::{ProtectionDomain, QpInit};
 pub use queue_pair::QueuePair;
 pub use types::*;

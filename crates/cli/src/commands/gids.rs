@@ -11,7 +11,7 @@ use anyhow::Result;
 use rerail_topology::gid::{
     GidPolicy, PortTable, RankedRow, Ranking, TableFile, order_for_peer, rank,
 };
-use rerail_topology::{NetdevFacts, Scan, Subnet};
+use rerail_topology::{DeviceFilter, NetdevFacts, Scan, Subnet};
 use rerail_verbs::{Gid, GidEntry};
 use serde::Serialize;
 
@@ -91,7 +91,14 @@ fn show(args: &Args) -> Result<ExitCode> {
         "the environment's choice of GIDs is unusable",
         "correct or unset the variable",
     )?;
-    let scan = Scan::read(&args.root).or_fail("cannot look at the machine", "check --root")?;
+    // Tables are read in sysfs: only the device that is asked for may be opened.
+    let filter = match &args.device {
+        Some(device) => DeviceFilter::parse("--device", device)
+            .or_fail("no such device", "name one, as `rerail topology` shows it")?,
+        None => DeviceFilter::default(),
+    };
+    let scan = Scan::read_for(&args.root, &filter)
+        .or_fail("cannot look at the machine", "check --root")?;
     let mut ports = Vec::new();
     for nic in &scan.nics {
         if args

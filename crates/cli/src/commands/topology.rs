@@ -21,8 +21,8 @@ use crate::failure::ResultExt as _;
 /// Shows NICs, ports and GPUs, and which NICs are near which memory.
 ///
 /// The priority matrix is what an engine on this machine publishes. Without options, devices are
-/// chosen by RERAIL_DEVICES (MC_TE_FILTERS), and a matrix of one's own comes from the file
-/// RERAIL_CUSTOM_TOPOLOGY (MC_CUSTOM_TOPO_JSON).
+/// chosen by RERAIL_DEVICES (MC_TE_FILTERS), and a matrix of one's own comes from
+/// RERAIL_CUSTOM_TOPOLOGY (MC_CUSTOM_TOPO_JSON), a file or the text itself.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  \
     rerail topology                            this machine, for people\n  \
@@ -40,9 +40,9 @@ pub(crate) struct Args {
     /// A directory that stands for /, with sys, dev and proc below it.
     #[arg(long, value_name = "DIR", default_value = "/")]
     root: PathBuf,
-    /// A priority matrix as JSON instead of the discovered one.
+    /// A priority matrix as JSON instead of the discovered one: a file, or the text itself.
     #[arg(long, value_name = "FILE")]
-    custom: Option<PathBuf>,
+    custom: Option<String>,
     /// Devices to use, joined by commas; NAME:PORT chooses one port.
     #[arg(long, value_name = "LIST")]
     devices: Option<String>,
@@ -57,8 +57,12 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         "cannot show the topology",
         "correct the option, file or variable that is named",
     )?;
+    let policy = GidPolicy::from_env(|name| std::env::var(name).ok()).or_fail(
+        "the environment's choice of GIDs is unusable",
+        "correct or unset the variable",
+    )?;
     let mut out = io::stdout().lock();
-    let view = View::new(&topology, args);
+    let view = View::new(&topology, &policy, args);
     if args.json {
         writeln!(out, "{}", serde_json::to_string(&view)?)?;
     } else {
@@ -73,14 +77,14 @@ fn discover(args: &Args) -> Result<Topology> {
     if let Some(list) = &args.devices {
         options.devices = DeviceFilter::parse("--devices", list)?;
     }
-    if let Some(path) = &args.custom {
-        options.custom = Some(CustomMatrix::File(path.clone()));
+    if let Some(text) = &args.custom {
+        options.custom = Some(CustomMatrix::parse(text));
     }
     if args.root != Path::new("/") {
         // It is about the processes of this machine.
         options.cuda_visible = None;
     }
-    Ok(Topology::new(Scan::read(&args.root)?, &options)?)
+    Ok(Topology::read(&args.root, &options)?)
 }
 
 #[derive(Serialize)]
@@ -140,11 +144,7 @@ struct GpuView<'t> {
 }
 
 impl<'t> View<'t> {
-    fn new(topology: &'t Topology, args: &Args) -> Self {
-        let policy = GidPolicy::from_env(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
-            tracing::warn!("{error}");
-            GidPolicy::default()
-        });
+    fn new(topology: &'t Topology, policy: &GidPolicy, args: &Args) -> Self {
         let cuda_visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
         let cuda_visible = cuda_visible.filter(|_| args.root == Path::new("/"));
         let locations: BTreeMap<_, _> = topology
@@ -159,7 +159,7 @@ impl<'t> View<'t> {
             nics: scan
                 .nics
                 .iter()
-                .map(|nic| nic_view(topology, nic, &policy))
+                .map(|nic| nic_view(topology, nic, policy))
                 .collect(),
             gpus: scan
                 .gpus

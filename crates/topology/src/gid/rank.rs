@@ -270,16 +270,36 @@ pub fn rank(table: &PortTable<'_>, policy: &GidPolicy) -> Ranking {
     }
 }
 
-/// Sorts keys of one number each, since rows are long; the rest only breaks ties of rows that claim
-/// one index.
+/// Positions are put in order, since rows are long, and rows are copied once. A table that was read
+/// from its first slot to its last needs no comparing: one pass counts, one places.
 fn in_order(table: &PortTable<'_>, looks: &[RankedRow]) -> Vec<RankedRow> {
-    let mut order: Vec<_> = looks.iter().map(|row| (sort_key(row), row)).collect();
-    order.sort_unstable_by(|(left_key, left), (right_key, right)| {
-        left_key
-            .cmp(right_key)
-            .then_with(|| break_tie(table, left, right))
-    });
-    order.into_iter().map(|(_, row)| *row).collect()
+    let mut order: Vec<usize>;
+    if looks.is_sorted_by(|left, right| left.index < right.index) {
+        let mut places = [0_usize; GRADES];
+        for row in looks {
+            places[grade(row)] += 1;
+        }
+        let mut next = 0;
+        for place in &mut places {
+            next += std::mem::replace(place, next);
+        }
+        order = vec![0; looks.len()];
+        for (at, row) in looks.iter().enumerate() {
+            let place = &mut places[grade(row)];
+            order[*place] = at;
+            *place += 1;
+        }
+    } else {
+        order = (0..looks.len()).collect();
+        order.sort_unstable_by(|left, right| {
+            let (left, right) = (&looks[*left], &looks[*right]);
+            let key = |row: &RankedRow| (grade(row), row.index);
+            let by_key = key(left).cmp(&key(right));
+            // Rows that claim one index are told apart by what is in them.
+            by_key.then_with(|| break_tie(table, left, right))
+        });
+    }
+    order.into_iter().map(|at| looks[at]).collect()
 }
 
 /// A row's interface: its facts if there are any, its name, and whether it is an overlay.
@@ -434,21 +454,22 @@ fn verdict_of(
     Verdict::Accepted
 }
 
-/// Rejected, class, liveness, family, index, from the highest bits down. A row of InfiniBand has
-/// its index alone.
-fn sort_key(row: &RankedRow) -> u64 {
-    let index = u64::from(row.index);
+/// How many values [`grade`] has.
+const GRADES: usize = REJECTED + 1;
+/// The last grade.
+const REJECTED: usize = 8 << 3;
+
+/// Class, then liveness, then family, as one number: all that orders rows but their index. A row of
+/// InfiniBand has only that.
+fn grade(row: &RankedRow) -> usize {
     if !row.is_accepted() {
-        return 1 << 63 | index;
+        return REJECTED;
     }
     match (row.class, &row.reason.facts) {
         (Some(class), Some(facts)) if !facts.infiniband => {
-            (class as u64) << 40
-                | (facts.liveness as u64) << 36
-                | (facts.family as u64) << 32
-                | index
+            (class as usize) << 3 | (facts.liveness as usize) << 1 | facts.family as usize
         }
-        _ => index,
+        _ => 0,
     }
 }
 

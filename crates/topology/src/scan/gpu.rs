@@ -1,7 +1,7 @@
 //! GPUs in `sys/bus/pci/devices`, by class and vendor.
 //!
-//! Deliberately not here: NVML and its like, which need `unsafe` to load. Names and UUIDs come from
-//! the driver's files in `proc` where it has them.
+//! Names and UUIDs come from the driver's files in `proc` where it has them. Deliberately not here:
+//! the driver's library ([`driver`](super::driver)).
 
 use serde::Serialize;
 
@@ -51,6 +51,9 @@ pub struct Gpu {
     pub model: Option<String>,
     /// UUID, where the driver says.
     pub uuid: Option<String>,
+    /// Place in the list that the driver's library gives this process; `None` where it was not
+    /// asked, or does not list the GPU.
+    pub driver_index: Option<u32>,
 }
 
 impl Gpu {
@@ -104,12 +107,27 @@ fn scan_gpu(root: &Root, bdf: &str) -> Option<Gpu> {
         numa_node: numa_node(root, &pci.sysfs()),
         model: fact("Model"),
         uuid: fact("GPU UUID"),
+        driver_index: None,
         pci,
     })
 }
 
 fn hex(text: &str) -> Option<u32> {
     u32::from_str_radix(text.strip_prefix("0x")?, 16).ok()
+}
+
+/// What the driver's library lists, in its order; all in the given order where it was not asked.
+/// It shows a process in a container the GPUs that it may use, where `sysfs` shows all.
+pub(crate) fn listed(gpus: Vec<&Gpu>) -> Vec<&Gpu> {
+    if gpus.iter().all(|gpu| gpu.driver_index.is_none()) {
+        return gpus;
+    }
+    let mut listed: Vec<_> = gpus
+        .into_iter()
+        .filter(|gpu| gpu.driver_index.is_some())
+        .collect();
+    listed.sort_by_key(|gpu| gpu.driver_index);
+    listed
 }
 
 /// The order in which CUDA counts: `visible` is the text of `CUDA_VISIBLE_DEVICES`, numbers by PCI

@@ -4,6 +4,7 @@
 //! others. Empty GID slots are no faults. Deliberately not here: what to make of it
 //! ([`Matrix`](crate::Matrix), [`rank`](crate::gid::rank)), and opening devices for use.
 
+mod driver;
 mod gpu;
 mod netdevs;
 mod nic;
@@ -13,9 +14,12 @@ use std::path::Path;
 
 pub use gpu::{Gpu, GpuVendor};
 pub use nic::{Nic, NicPort};
-pub(crate) use {gpu::visible, nic::natural};
+pub(crate) use {
+    gpu::{listed, visible},
+    nic::natural,
+};
 
-use crate::{NetdevFacts, TopologyError};
+use crate::{DeviceFilter, NetdevFacts, TopologyError};
 use root::Root;
 
 /// Everything found below one root.
@@ -34,20 +38,37 @@ pub struct Scan {
 }
 
 impl Scan {
-    /// Reads `sys`, `dev` and `proc` below `root`, which stands for `/`.
+    /// Reads `sys`, `dev` and `proc` below `root`, which stands for `/`. With feature `nvml`, and
+    /// only for `/` itself, NVIDIA's library is asked which GPUs this process may use and in which
+    /// order; where it is absent, `sysfs` has to do.
     ///
     /// # Errors
     ///
     /// Only if `root` itself is not there; a machine without any RDMA is no error.
     pub fn read(root: &Path) -> Result<Self, TopologyError> {
+        Self::read_for(root, &DeviceFilter::default())
+    }
+
+    /// As [`read`](Self::read), but the nodes of devices that `filter` does not name are not
+    /// opened: whether they could be is judged by their mode bits alone.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read).
+    pub fn read_for(root: &Path, filter: &DeviceFilter) -> Result<Self, TopologyError> {
         let root = Root::new(root).map_err(|source| TopologyError::Read {
             path: root.to_owned(),
             source,
         })?;
         let mut warnings = Vec::new();
+        let nics = nic::scan(&root, filter, &mut warnings);
+        let mut gpus = gpu::scan(&root, &mut warnings);
+        if root.is_this_machine() {
+            driver::ask(&mut gpus, &mut warnings);
+        }
         Ok(Self {
-            nics: nic::scan(&root, &mut warnings),
-            gpus: gpu::scan(&root, &mut warnings),
+            nics,
+            gpus,
             netdevs: netdevs::scan(&root),
             nodes: nodes(&root),
             warnings,

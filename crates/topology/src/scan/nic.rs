@@ -1,19 +1,27 @@
 //! NICs and their ports in `sys/class/infiniband`.
+//!
+//! Almost all of a scan is system calls: three for each slot of each GID table. NICs are therefore
+//! read side by side, so that a server with many of them is not scanned by one processor alone.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 use rerail_verbs::{Gid, GidEntry, GidType, LinkLayer, Netdev, PhysState, PortState};
 use rustix::fs::{Mode, OFlags};
 
 use super::root::{AttributeDir, Root, pci_path};
 use crate::gid::{PortTable, UnreadableRow};
-use crate::{NetdevFacts, PciPath, Place};
+use crate::{DeviceFilter, NetdevFacts, PciPath, Place};
 
 const CLASS: &str = "sys/class/infiniband";
 const VERBS_CLASS: &str = "sys/class/infiniband_verbs";
 /// Most ports of a NIC that are looked at; verbs numbers them with 8 bits.
 const PORTS_MAX: usize = 255;
+/// Most threads that read NICs at once; the calling one is one of them.
+const READERS_MAX: usize = 8;
 /// What the kernel takes off an interface's MTU for RoCE's headers before it rounds down
 /// (`iboe_get_mtu` in the kernel's `ib_addr.h`).
 const ROCE_OVERHEAD_BYTES: u32 = 96;
@@ -75,7 +83,8 @@ pub struct Nic {
     pub numa_node: Option<u32>,
     /// Its `uverbs` node, such as `uverbs0`.
     pub uverbs: Option<String>,
-    /// Why it cannot be opened; `None` if it can.
+    /// Why it cannot be opened; `None` if it can, or if nothing speaks against it and it was not
+    /// tried because the operator chose other devices.
     pub closed_because: Option<String>,
     /// PCI address of the physical function that it is a virtual function of.
     pub physical_function: Option<String>,
@@ -111,18 +120,60 @@ impl Nic {
     }
 }
 
-pub(super) fn scan(root: &Root, warnings: &mut Vec<String>) -> Vec<Nic> {
+/// All NICs in the order of their names. Those that `filter` does not name are not opened.
+pub(super) fn scan(root: &Root, filter: &DeviceFilter, warnings: &mut Vec<String>) -> Vec<Nic> {
     let uverbs = uverbs_by_device(root);
-    let names = root.list(CLASS).unwrap_or_else(|error| {
+    let mut names = root.list(CLASS).unwrap_or_else(|error| {
         warnings.push(format!("cannot list {CLASS}: {error}"));
         Vec::new()
     });
-    let mut nics: Vec<_> = names
-        .into_iter()
-        .map(|name| scan_nic(root, name, &uverbs, warnings))
-        .collect();
-    nics.sort_by(|left, right| natural(&left.name).cmp(&natural(&right.name)));
-    nics
+    names.sort_by(|left, right| natural(left).cmp(&natural(right)));
+    let look = |name: &String| {
+        let mut faults = Vec::new();
+        let nic = scan_nic(root, name, filter, &uverbs, &mut faults);
+        (nic, faults)
+    };
+    let scanned = side_by_side(&names, look).into_iter();
+    let nics = scanned.map(|(nic, faults)| {
+        warnings.extend(faults);
+        nic
+    });
+    nics.collect()
+}
+
+/// `look` at every item, by several threads where there are several processors; results are in the
+/// order of the items. A thread that cannot be had leaves its share to the others.
+fn side_by_side<I: Sync, T: Send>(items: &[I], look: impl Fn(&I) -> T + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let take = || {
+        let mut taken = Vec::new();
+        while let Some((at, item)) = {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            items.get(at).map(|item| (at, item))
+        } {
+            taken.push((at, look(item)));
+        }
+        taken
+    };
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    let readers = processors.min(READERS_MAX).min(items.len());
+    let mut looked = thread::scope(|scope| {
+        let helpers = (1..readers).filter_map(|_| {
+            let helper = thread::Builder::new().name("scan".to_owned());
+            helper.spawn_scoped(scope, take).ok()
+        });
+        let helpers: Vec<_> = helpers.collect();
+        let mut looked = take();
+        for helper in helpers {
+            match helper.join() {
+                Ok(more) => looked.extend(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        looked
+    });
+    looked.sort_unstable_by_key(|(at, _)| *at);
+    looked.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Orders `mlx5_2` before `mlx5_10`.
@@ -144,21 +195,20 @@ fn uverbs_by_device(root: &Root) -> BTreeMap<String, String> {
 
 fn scan_nic(
     root: &Root,
-    name: String,
+    name: &str,
+    filter: &DeviceFilter,
     uverbs: &BTreeMap<String, String>,
     warnings: &mut Vec<String>,
 ) -> Nic {
     let base = format!("{CLASS}/{name}");
     let device = device_directory(root, &base);
-    let pci = device
-        .and_then(|device| root.resolve(&device))
-        .and_then(|resolved| PciPath::new(pci_path(&resolved)));
+    let pci = device.and_then(|device| PciPath::new(pci_path(&device)));
     let numa_node = pci.as_ref().and_then(|pci| numa_node(root, &pci.sysfs()));
     let physical_function = pci.as_ref().and_then(|pci| {
         let function = root.resolve(pci.sysfs().join("physfn"))?;
         Some(function.file_name()?.to_str()?.to_owned())
     });
-    let node = uverbs.get(&name).cloned();
+    let node = uverbs.get(name).cloned();
     let ports = AttributeDir::open(root, format!("{base}/ports")).and_then(|ports| ports.numbers());
     let ports = ports.unwrap_or_else(|error| {
         warnings.push(format!("{name}: cannot list its ports: {error}"));
@@ -166,12 +216,12 @@ fn scan_nic(
     });
     let ports = ports.into_iter().take(PORTS_MAX);
     Nic {
-        closed_because: why_closed(root, node.as_deref()),
+        closed_because: why_closed(root, node.as_deref(), filter.may_name(name)),
         uverbs: node,
         ports: ports
-            .filter_map(|number| scan_port(root, &name, number, warnings))
+            .filter_map(|number| scan_port(root, name, number, warnings))
             .collect(),
-        name,
+        name: name.to_owned(),
         pci,
         numa_node,
         physical_function,
@@ -179,13 +229,13 @@ fn scan_nic(
 }
 
 /// The PCI device; for a software device that of the interface it sits on.
-fn device_directory(root: &Root, base: &str) -> Option<String> {
-    let own = format!("{base}/device");
-    if root.resolve(&own).is_some() {
+fn device_directory(root: &Root, base: &str) -> Option<PathBuf> {
+    if let Some(own) = root.resolve(format!("{base}/device")) {
         return Some(own);
     }
     let parent = root.read(format!("{base}/parent")).ok()?;
-    (!parent.is_empty() && !parent.contains('/')).then(|| format!("sys/class/net/{parent}/device"))
+    let is_name = !parent.is_empty() && !parent.contains('/');
+    is_name.then(|| root.resolve(format!("sys/class/net/{parent}/device")))?
 }
 
 /// −1 is the kernel's word for unknown, not a node.
@@ -193,7 +243,9 @@ pub(super) fn numa_node(root: &Root, device: &Path) -> Option<u32> {
     root.read(device.join("numa_node")).ok()?.parse().ok()
 }
 
-fn why_closed(root: &Root, node: Option<&str>) -> Option<String> {
+/// Why a device cannot be opened. `wanted` is whether it may be tried: what the operator filtered
+/// out is only looked at.
+fn why_closed(root: &Root, node: Option<&str>, wanted: bool) -> Option<String> {
     let Some(node) = node else {
         return Some(format!("no node in {VERBS_CLASS} names it"));
     };
@@ -205,6 +257,7 @@ fn why_closed(root: &Root, node: Option<&str>) -> Option<String> {
         Ok(stat) if stat.st_mode & 0o444 == 0 || stat.st_mode & 0o222 == 0 => {
             return Some(format!("{shown}: nobody may read and write it"));
         }
+        Ok(_) if !wanted => return None,
         Ok(_) => {}
     }
     // Only an attempt shows what a device cgroup forbids.
@@ -281,8 +334,11 @@ fn read_gids(root: &Root, base: &str, gids: &AttributeDir, port: &mut NicPort) {
         }
     };
     port.gid_table_len = indexes.last().map_or(0, |last| last.saturating_add(1));
+    let mut slot = String::new();
     for index in indexes {
-        let slot = index.to_string();
+        slot.clear();
+        // Writing to a text cannot fail.
+        let _ = write!(slot, "{index}");
         let gid = gids.read(&slot).map_err(|error| error.to_string());
         match gid.and_then(|text| text.parse::<Gid>().map_err(|error| error.to_string())) {
             Ok(gid) if gid.is_null() => {}
@@ -350,6 +406,15 @@ mod tests {
         assert_eq!(leading_number("4: ACTIVE"), Some(4));
         assert_eq!(leading_number("-1"), None);
         assert!(natural("mlx5_2") < natural("mlx5_10"));
+    }
+
+    #[test]
+    fn what_is_read_side_by_side_keeps_its_order_and_loses_nothing() {
+        for count in [0, 1, 2, 7, 1_000] {
+            let items: Vec<u32> = (0..count).collect();
+            let doubled: Vec<u32> = items.iter().map(|item| 2 * item).collect();
+            assert_eq!(side_by_side(&items, |item| 2 * item), doubled);
+        }
     }
 
     proptest::proptest! {

@@ -26,6 +26,11 @@ impl Root {
         })
     }
 
+    /// Whether it is `/` itself and no copy, so that the machine's libraries speak of it.
+    pub(crate) fn is_this_machine(&self) -> bool {
+        self.path == Path::new("/")
+    }
+
     /// The file's own path.
     pub(crate) fn join(&self, below: impl AsRef<Path>) -> PathBuf {
         let below = below.as_ref();

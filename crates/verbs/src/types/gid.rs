@@ -43,8 +43,8 @@ impl Gid {
     /// True for all zero bytes, and for fe80::/64 with interface id zero, the form in which an
     /// InfiniBand port shows an empty slot.
     pub fn is_null(&self) -> bool {
-        self.0 == [0; 16]
-            || (self.0[..8] == [0xfe, 0x80, 0, 0, 0, 0, 0, 0] && self.0[8..] == [0; 8])
+        const EMPTY_INFINIBAND: u128 = 0xfe80 << 112;
+        matches!(u128::from_be_bytes(self.0), 0 | EMPTY_INFINIBAND)
     }
 
     /// The address as IPv6, whatever it means.
@@ -54,15 +54,11 @@ impl Gid {
 
     /// The IPv4 address of an IPv4-mapped GID. The multicast form `ff0e::ffff:a.b.c.d` counts too.
     pub fn to_ipv4(&self) -> Option<Ipv4Addr> {
-        let mapped =
-            self.0[..10] == [0; 10] || self.0[..10] == [0xff, 0x0e, 0, 0, 0, 0, 0, 0, 0, 0];
-        if mapped && self.0[10..12] == [0xff, 0xff] {
-            Some(Ipv4Addr::new(
-                self.0[12], self.0[13], self.0[14], self.0[15],
-            ))
-        } else {
-            None
-        }
+        const MAPPED: u128 = 0xffff;
+        const MULTICAST: u128 = 0xff0e << 80 | MAPPED;
+        let bits = u128::from_be_bytes(self.0);
+        // The address is the lowest 32 bits.
+        matches!(bits >> 32, MAPPED | MULTICAST).then(|| Ipv4Addr::from_bits(bits as u32))
     }
 
     /// The address as an IP address: IPv4 where it is mapped, else IPv6.
@@ -148,10 +144,33 @@ impl FromStr for Gid {
                 Err(error())
             };
         }
+        // Sysfs' form, of which a scan of a machine reads thousands.
+        if let Some(gid) = parse_groups(text) {
+            return Ok(gid);
+        }
         text.parse::<IpAddr>()
             .map(Self::from_ip)
             .map_err(|_| error())
     }
+}
+
+/// Eight groups of exactly four hex digits.
+fn parse_groups(text: &str) -> Option<Gid> {
+    if text.len() != 39 {
+        return None;
+    }
+    let mut bits = 0_u128;
+    for (at, letter) in text.bytes().enumerate() {
+        if at % 5 == 4 {
+            if letter != b':' {
+                return None;
+            }
+        } else {
+            let digit = char::from(letter).to_digit(16)?;
+            bits = bits << 4 | u128::from(digit);
+        }
+    }
+    Some(Gid(bits.to_be_bytes()))
 }
 
 impl Serialize for Gid {
@@ -249,6 +268,23 @@ mod tests {
             "::ffff:10.14.1.2".into(),
         ] {
             assert_eq!(text.parse::<Gid>(), Ok(gid), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_quick_way_for_sysfs_form_says_what_the_parser_of_addresses_says() {
+        let good = "fe80:0000:0000:00A0:0200:11ff:fe22:00c4";
+        let mut texts = vec![good.to_owned()];
+        for at in 0..good.len() {
+            for letter in [":", "0", "F", "g", " ", "+", "."] {
+                let mut text = good.to_owned();
+                text.replace_range(at..=at, letter);
+                texts.push(text);
+            }
+        }
+        for text in texts {
+            let slow = text.parse::<IpAddr>().ok().map(Gid::from_ip);
+            assert_eq!(text.parse::<Gid>().ok(), slow, "{text}");
         }
     }
 
