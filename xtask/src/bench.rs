@@ -3,6 +3,7 @@
 
 use anyhow::Result;
 
+use crate::criterion::{self, RANK, SCAN};
 use crate::{process, setup};
 
 /// What can be measured.
@@ -12,6 +13,10 @@ pub(crate) enum What {
     Stores,
     /// Encoding and decoding descriptors, JSON and bincode.
     Codec,
+    /// Ranking a GID table of 256 rows; the target is 10 µs.
+    Rank,
+    /// Scanning a server of 16 NICs and 8 GPUs; the target is 40 ms.
+    Scan,
 }
 
 /// Measures it in the release profile.
@@ -26,6 +31,8 @@ pub(crate) fn run(what: What) -> Result<()> {
         What::Codec => {
             command.args(["codec", "--features", "bincode"]);
         }
+        What::Rank => return criterion::run(&RANK),
+        What::Scan => return criterion::run(&SCAN),
     }
     process::run(&mut command)
 }

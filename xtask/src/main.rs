@@ -9,6 +9,7 @@ mod bench;
 mod ci;
 mod consumers;
 mod cpp_engine;
+mod criterion;
 mod demo;
 mod guest;
 mod interop;

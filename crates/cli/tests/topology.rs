@@ -6,7 +6,8 @@
 #[path = "../../topology/tests/fixture/mod.rs"]
 mod fixture;
 
-use std::process::{Command, Output};
+use std::io::{BufRead as _, BufReader};
+use std::process::{Command, Output, Stdio};
 
 use fixture::{Nic, Port, Tree, mapped, switched_server};
 use serde_json::{Value, json};
@@ -352,9 +353,7 @@ fn t18_one_root_complex_ranks_before_one_node() {
     );
 }
 
-// T21 (an explicit choice of transport loses against the automatic one) is the engine's matter:
-// here there is no transport to choose. What concerns this command is that a machine without any
-// RDMA is an answer, and that an explicit choice of devices is not replaced by discovery.
+// Where there is no RDMA, what was asked for is had or refused: nothing is chosen instead.
 #[test]
 fn t21_without_hcas_an_explicit_choice_is_refused_and_not_replaced() {
     let tree = Tree::new(1);
@@ -364,6 +363,44 @@ fn t21_without_hcas_an_explicit_choice_is_refused_and_not_replaced() {
     let output = run(&mut command(&["topology", "--devices", "mlx5_0"], &tree));
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("mlx5_0"), "{}", stderr(&output));
+}
+
+#[test]
+fn t21_without_hcas_the_explicit_transport_wins() {
+    let has_rdma = std::fs::read_dir("/sys/class/infiniband")
+        .is_ok_and(|mut devices| devices.next().is_some());
+    if has_rdma {
+        eprintln!("left out: this machine has RDMA devices");
+        return;
+    }
+    let bench = |protocol: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rerail"));
+        command.args(["bench", "target", "--metadata", "P2PHANDSHAKE"]);
+        command.args(["--name", "127.0.0.1", "--advertise", "127.0.0.1"]);
+        command.args(["--buffer-size", "4096", "--protocol", protocol]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let refused = run(&mut bench("rdma"));
+    assert_eq!(refused.status.code(), Some(1), "{}", stderr(&refused));
+    assert_eq!(refused.stdout, b"", "it is not ready over anything else");
+    assert!(
+        stderr(&refused).contains("what to do"),
+        "{}",
+        stderr(&refused)
+    );
+    let mut target = bench("tcp").spawn().expect("the program starts");
+    let mut first = String::new();
+    let stdout = target.stdout.take().expect("piped");
+    let read = BufReader::new(stdout).read_line(&mut first);
+    target.kill().expect("it can be ended");
+    let ended = target.wait_with_output().expect("it ends");
+    read.expect("text");
+    assert!(
+        first.starts_with("ready 127.0.0.1"),
+        "{first}{}",
+        stderr(&ended)
+    );
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! The NUMA node of a page.
 //!
-//! The kernel is asked about the page itself (`move_pages`). Where it forbids that, as containers'
-//! default profile does, `/proc/self/numa_maps` has to do: it counts pages by node for each mapping,
-//! not for ranges of it, so that a node is known there only where all of a mapping lies in one.
-//! Memory of devices is not detected here; its owner names it.
+//! The kernel is asked about the page itself (`move_pages`). Where it forbids that, as the default
+//! profile of containers does, `/proc/self/numa_maps` has to do: it counts pages by node for each
+//! mapping, not for ranges of it, so that a node is known there only where all of a mapping lies in
+//! one. Memory of devices is not detected here; its owner names it.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};

@@ -11,7 +11,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use fixture::{Nic, Port, Tree, mapped};
+use fixture::{Nic, Port, Tree, mapped, switched_server};
 use proptest::prelude::*;
 use rerail_topology::gid::{GidPolicy, rank};
 use rerail_topology::select::{End, PeerAffinity, RailFacts, RailState, select};
@@ -204,8 +204,9 @@ proptest! {
     #[test]
     fn damage_anywhere_is_survived(
         wounds in proptest::collection::vec((any::<prop::sample::Index>(), damage()), 1..30),
+        switched: bool,
     ) {
-        let tree = machine(&[0, 1, 2]);
+        let tree = if switched { switched_server(8, 2) } else { machine(&[0, 1, 2]) };
         let paths = paths_below(tree.root());
         for (at, damage) in &wounds {
             apply(&paths[at.index(paths.len())], damage);

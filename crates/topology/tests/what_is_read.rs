@@ -63,7 +63,7 @@ fn each_slot_is_read_once_and_its_type_and_interface_only_if_it_is_in_use() {
 }
 
 #[test]
-fn what_the_filter_leaves_out_is_never_opened() {
+fn t05_what_the_filter_leaves_out_is_never_opened() {
     let tree = switched_server(8, 4);
     let nodes = tree.path("dev/infiniband");
     let read = |list: Option<&str>| {

@@ -92,6 +92,10 @@ const FEATURE_SETS: &[(&str, &[&str])] = &[
     ),
     ("", &["-p", "rerail-verbs", "--features", "sim"]),
     (
+        "NVIDIA's library, alone",
+        &["-p", "rerail-topology", "--features", "nvml"],
+    ),
+    (
         "each store, alone",
         &["-p", "rerail-metadata", "--features", "etcd"],
     ),

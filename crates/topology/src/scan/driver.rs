@@ -7,7 +7,7 @@
 use super::Gpu;
 
 /// One GPU of the library's list.
-#[cfg_attr(not(any(feature = "nvml", test)), expect(dead_code))]
+#[cfg(any(feature = "nvml", test))]
 struct Listed {
     /// In the library's form, such as `00000000:BC:00.0`.
     bus_id: String,

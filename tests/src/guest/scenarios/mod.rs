@@ -31,4 +31,5 @@ scenarios! {
     nothing_changed,
     silent_loss,
     store_outage,
+    topology_and_gids_say_what_sysfs_says,
 }
