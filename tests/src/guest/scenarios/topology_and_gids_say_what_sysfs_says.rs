@@ -76,7 +76,7 @@ fn check_gids(nic: Nic, shown: &Value) -> Result<()> {
     ensure!(candidates.len() == kernel.len(), "{device}: {gids} against {kernel:?}");
     for (index, gid, kind) in &kernel {
         let same = |row: &&Value| {
-            row["index"].to_string() == index.to_string() && row["gid"] == **gid
+            row["index"] == *index && row["gid"] == **gid
         };
         let row = candidates.iter().find(same);
         let row = row.with_context(|| format!("{device}: row {index} is not in {gids}"))?;
