@@ -274,18 +274,18 @@ impl Inner {
             .filter(|_| descriptor.protocol.includes("rdma"))
         {
             let key = ReachKey::rdma(&descriptor);
-            let (reach, down) = life.reach(key, &descriptor, || {
+            let found = life.reach(key, &descriptor, || {
                 let nics = peer_nics(&descriptor);
                 (rdma.peer(PeerSpec { nics, ..spec }), Route::Rdma)
             });
-            self.peers.withdrawn(&reach, &down);
+            let reach = self.peers.reached(found);
             return Ok(Segment::new(descriptor, life, reach));
         }
         if descriptor.protocol.includes("tcp") {
             let tcp = self.tcp_peer(&descriptor).await?;
             let key = ReachKey::tcp(&descriptor);
-            let (reach, _) =
-                life.reach(key, &descriptor, || (Peer::new(spec, &[]), Route::Tcp(tcp)));
+            let found = life.reach(key, &descriptor, || (Peer::new(spec, &[]), Route::Tcp(tcp)));
+            let reach = self.peers.reached(found);
             return Ok(Segment::new(descriptor, life, reach));
         }
         Err(EngineError::NoTransport {

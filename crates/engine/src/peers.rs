@@ -29,7 +29,7 @@ use rerail_transport::rdma::{Clock, RdmaTransport};
 use rerail_transport::rpc::Standing;
 use tokio::sync::{Notify, Semaphore};
 
-pub(crate) use life::{Life, Offered, Reach, ReachKey};
+pub(crate) use life::{FoundReach, Life, Offered, Reach, ReachKey};
 use listening::Listening;
 
 use crate::directory::Directory;
@@ -300,13 +300,23 @@ impl PeerView {
         self.shared.rails.get().and_then(Weak::upgrade)
     }
 
-    /// Tells the rails of a new way which of the peer's NICs are withdrawn.
-    pub(crate) fn withdrawn(&self, reach: &Reach, down: &[String]) {
+    /// Tells the rails of a new way which of the peer's NICs are withdrawn, and which ways nobody
+    /// uses any more.
+    pub(crate) fn reached(&self, found: FoundReach) -> Arc<Reach> {
+        let FoundReach {
+            reach,
+            down,
+            unused,
+        } = found;
         if let Some(rails) = self.rails() {
             for nic in down.iter().filter_map(|name| reach.nic(name)) {
                 rails.peer_nic(reach.peer(), nic, false);
             }
+            for reach in unused {
+                rails.forget_peer(reach.peer());
+            }
         }
+        reach
     }
 
     /// Makes a name one of interest. The ticket is that of its first reading, which is the

@@ -158,7 +158,7 @@ mod tests {
     fn segment(descriptor: &Arc<SegmentDescriptor>) -> Segment {
         let life = Life::new(Arc::clone(descriptor));
         let key = ReachKey::rdma(descriptor);
-        let (reach, _) = life.reach(key, descriptor, || {
+        let found = life.reach(key, descriptor, || {
             let spec = PeerSpec {
                 id: PeerId(1),
                 segment: "peer".into(),
@@ -168,7 +168,7 @@ mod tests {
             };
             (Peer::new(spec, &[]), Route::Rdma)
         });
-        Segment::new(Arc::clone(descriptor), life, reach)
+        Segment::new(Arc::clone(descriptor), life, found.reach)
     }
 
     #[test]

@@ -10,6 +10,7 @@ use rerail_engine::{
     Batch, Engine, EngineConfig, EngineError, Event, Events, MemoryOptions, Request, Result,
     Segment, Subscriber, Transport,
 };
+use rerail_metadata::descriptor::{JsonForm, RpcMeta};
 use rerail_metadata::memory::{MemoryFaults, MemoryStore};
 use rerail_metadata::{KeySpace, MetadataStore};
 use rerail_transport::TransferError;
@@ -257,6 +258,54 @@ fn over_tcp_a_peer_that_is_started_again_ends_its_requests() {
     });
     let target = registered(&again, 4096);
     let segment = own.open_segment("peer").expect("it is there");
+    write(&own, &segment, &source, &target).expect("written");
+}
+
+#[test]
+fn a_cpp_peer_at_another_rpc_port_is_another_process() {
+    let url = "memory://engine-peers-cpp";
+    let (own, peer) = (tcp_engine(url, "own"), tcp_engine(url, "peer"));
+    let (source, target) = (registered(&own, 4096), registered(&peer, 4096));
+    let store = MemoryStore::shared("engine-peers-cpp", Duration::from_secs(3));
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let keys = KeySpace::default();
+    let put = |key: String, text: String| {
+        let put = store.put(&key, text.into(), None);
+        runtime.block_on(put).expect("stored");
+    };
+    let locate = |port| {
+        let text = RpcMeta::new("127.0.0.1", port).to_json(JsonForm::Line);
+        let text = String::from_utf8(text).expect("JSON");
+        put(keys.rpc_meta("cpp"), text);
+    };
+    // Its record as a C++ engine would write it.
+    let publish = || {
+        let mut record = peer.descriptor();
+        (record.name, record.rerail) = ("cpp".into(), None);
+        let text = String::from_utf8(record.to_json(JsonForm::Line)).expect("JSON");
+        put(keys.segment("cpp"), text);
+    };
+    locate(20_001);
+    publish();
+    let segment = own.open_segment("cpp").expect("it is there");
+    write(&own, &segment, &source, &target).expect("written");
+    // The same process says something new: nothing ends, and it is followed.
+    let more = registered(&peer, 4096);
+    publish();
+    until("the open segment follows", || {
+        let batch = submit(&own, &segment, &source, more.addr());
+        batch.is_ok_and(|batch| batch.wait(LIMIT).is_ok())
+    });
+    write(&own, &segment, &source, &target).expect("written");
+    locate(20_002);
+    until("another process is seen", || {
+        let late = submit(&own, &segment, &source, target.addr()).expect("submitted");
+        matches!(
+            late.wait(LIMIT),
+            Err(EngineError::Transfer(TransferError::PeerRestarted { .. }))
+        )
+    });
+    let segment = own.open_segment("cpp").expect("it is there");
     write(&own, &segment, &source, &target).expect("written");
 }
 

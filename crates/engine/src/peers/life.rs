@@ -36,7 +36,7 @@ struct Now {
     revision: u64,
     /// NICs that are withdrawn, by name.
     down: BTreeSet<String>,
-    /// Ways to it. Mostly one, and another after each change of its NICs.
+    /// Ways to it: the latest, and those that segments still use.
     reaches: Vec<Arc<Reach>>,
     batches: Vec<Weak<batch::Shared>>,
     batches_max: usize,
@@ -151,6 +151,15 @@ impl ReachKey {
     }
 }
 
+/// A way that was asked for.
+pub(crate) struct FoundReach {
+    pub(crate) reach: Arc<Reach>,
+    /// NICs that are withdrawn, of a new one.
+    pub(crate) down: Vec<String>,
+    /// Ways that no segment uses any more, replaced by a new one.
+    pub(crate) unused: Vec<Arc<Reach>>,
+}
+
 impl Reach {
     /// What is offered over it at the moment.
     pub(crate) fn offered(&self) -> Arc<Offered> {
@@ -233,18 +242,21 @@ impl Life {
         self.refreshes.load(Ordering::Acquire)
     }
 
-    /// The way to it called `key`, as made of `descriptor`. `make` makes a new one, of which the
-    /// NICs that are withdrawn are told, too.
+    /// The way to it called `key`, as made of `descriptor`; `make` makes a new one.
     pub(crate) fn reach(
         &self,
         key: ReachKey,
         descriptor: &SegmentDescriptor,
         make: impl FnOnce() -> (Arc<Peer>, Route),
-    ) -> (Arc<Reach>, Vec<String>) {
+    ) -> FoundReach {
         let mut now = self.now();
-        let known = now.reaches.iter().rev();
-        if let Some(reach) = known.into_iter().find(|reach| reach.key.is_same(&key)) {
-            return (Arc::clone(reach), Vec::new());
+        let mut known = now.reaches.iter();
+        if let Some(reach) = known.find(|reach| reach.key.is_same(&key)) {
+            return FoundReach {
+                reach: Arc::clone(reach),
+                down: Vec::new(),
+                unused: Vec::new(),
+            };
         }
         let (peer, route) = make();
         let reach = Arc::new(Reach {
@@ -260,8 +272,15 @@ impl Life {
             peer,
             route,
         });
+        let known = std::mem::take(&mut now.reaches).into_iter();
+        let (used, unused) = known.partition(|reach| Arc::strong_count(reach) > 1);
+        now.reaches = used;
         now.reaches.push(Arc::clone(&reach));
-        (reach, now.down.iter().cloned().collect())
+        FoundReach {
+            reach,
+            down: now.down.iter().cloned().collect(),
+            unused,
+        }
     }
 
     /// All ways to it.

@@ -450,3 +450,65 @@ fn memory_may_be_reused_once_a_transfer_is_reported_finished() {
     assert!(found == twos, "bytes of a finished transfer came late");
     drop(slow);
 }
+
+#[test]
+fn a_cpp_peer_is_told_of_a_cut_by_a_request_without_queue_pairs() {
+    let rig = rig(10);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let path = b.identity().path(&b.nics()[0]);
+    let accept = |offer: Offer| rig.runtime.block_on(b.connector().accept(offer));
+    // Neither has an instance: one acknowledges, the other is too old for that.
+    let old = Offer {
+        ready_ack: None,
+        ..request("cpp-old@mlx5_0", &path, 2000)
+    };
+    accept(old).expect("an endpoint");
+    accept(request("cpp@mlx5_0", &path, 1000)).expect("an endpoint");
+    let acknowledgement = Offer {
+        ready_ack: Some(true),
+        ..request("cpp@mlx5_0", &path, 1000)
+    };
+    accept(acknowledgement).expect("acknowledged");
+    b.connector().close_all(None, "its GID has changed");
+    let told = |peer: &str| {
+        let carried = rig.wire.carried.lock().expect("whole");
+        carried.iter().any(|offer| {
+            offer.peer_path == peer && offer.local_path == path && offer.qp_nums.is_empty()
+        })
+    };
+    wait_until("both are told", || {
+        told("cpp@mlx5_0") && told("cpp-old@mlx5_0")
+    });
+    drop(a);
+}
+
+/// Refuses everybody, with a reason.
+struct Nobody;
+
+impl Admission for Nobody {
+    fn admit(&self, nic: LocalNic, offer: &Offer) -> Result<(), String> {
+        Err(format!(
+            "{} of NIC {} is not back yet",
+            offer.peer_path, nic.0
+        ))
+    }
+}
+
+#[test]
+fn whom_the_engine_does_not_admit_is_refused_in_its_words() {
+    let rig = rig(11);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let path = b.identity().path(&b.nics()[0]);
+    let accept = |offer: Offer| rig.runtime.block_on(b.connector().accept(offer));
+    accept(request("host0@sim0", &path, 1000)).expect("nobody objects");
+    b.connector().set_admission(Arc::new(Nobody));
+    let refused = accept(request("host9@sim0", &path, 1000)).expect_err("not admitted");
+    assert_eq!(refused, format!("{path} of NIC 0 is not back yet"));
+    // What was admitted before goes on.
+    let acknowledgement = Offer {
+        ready_ack: Some(true),
+        ..request("host0@sim0", &path, 1000)
+    };
+    accept(acknowledgement).expect("acknowledged");
+    drop(a);
+}
