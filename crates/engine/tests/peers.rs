@@ -15,7 +15,8 @@ use rerail_metadata::memory::{MemoryFaults, MemoryStore};
 use rerail_metadata::{KeySpace, MetadataStore};
 use rerail_transport::TransferError;
 use rerail_transport::machine::Time;
-use rerail_transport::rpc::{Frame, MessageType};
+use rerail_transport::rdma::Offer;
+use rerail_transport::rpc::{ConnectionMessage, Frame, HostPort, MessageType, RpcClient};
 use rerail_verbs::sim::{
     FabricOptions, NicId, NicOptions, NodeId, PortId, ProcessId, RealTimeFabric,
 };
@@ -421,26 +422,38 @@ fn a_withdrawn_record_ends_requests_that_have_no_other_way() {
 }
 
 #[test]
-fn a_handshake_on_a_withdrawn_nic_is_refused_with_a_reason() {
+fn a_handshake_on_a_withdrawn_nic_is_refused_with_a_reason_until_it_is_back() {
     let rig = rig("handshake", 6, 2);
-    let (own, peer) = (rig.engine(0, "own"), rig.engine(1, "peer"));
-    let (source, target) = (registered(&own, 1 << 20), registered(&peer, 1 << 20));
-    let segment = own.open_segment("peer").expect("it is there");
-    write(&own, &segment, &source, &target).expect("over whatever rails");
+    let peer = rig.engine(1, "peer");
+    let place = HostPort::parse(peer.rpc_address()).expect("an address");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let client = RpcClient::default();
+    // As a C++ engine asks, which goes by indexes and may pick a NIC that is withdrawn.
+    let ask = |nic: &str, qp_num: u32| {
+        let message = ConnectionMessage::offer(Offer {
+            local_path: format!("stranger{qp_num}@mlx5_0"),
+            peer_path: format!("peer@{nic}"),
+            gid: "::ffff:10.0.0.1".parse().ok(),
+            qp_nums: vec![qp_num, qp_num + 1],
+            ready_ack: Some(false),
+            ..Offer::default()
+        });
+        let answer = runtime.block_on(client.connection(&place, &message));
+        answer.map_err(|error| error.to_string())
+    };
+    ask("sim1", 100).expect("nothing speaks against it");
     rig.fabric.port_down(rig.port(1, 1));
-    until("the record says so", || {
-        let matrix = peer.descriptor().priority_matrix;
-        let mut nics = matrix.values().flat_map(|nics| &nics.preferred);
-        !nics.any(|nic| nic == "sim1")
+    let mut refused = String::new();
+    until("the NIC is withdrawn", || {
+        ask("sim1", 200).is_err_and(|reason| {
+            refused = reason;
+            true
+        })
     });
-    write(&own, &segment, &source, &target).expect("over the other rail");
+    assert!(refused.contains("withdrawn"), "{refused}");
+    ask("sim0", 300).expect("the other one is not");
     rig.fabric.port_up(rig.port(1, 1));
-    until("the record says so", || {
-        let matrix = peer.descriptor().priority_matrix;
-        let mut nics = matrix.values().flat_map(|nics| &nics.preferred);
-        nics.any(|nic| nic == "sim1")
-    });
-    write(&own, &segment, &source, &target).expect("written");
+    until("the NIC is back", || ask("sim1", 400).is_ok());
 }
 
 /// A subscription by hand, which takes nothing and says nothing.
