@@ -384,7 +384,7 @@ impl Endpoint {
     /// numbers are others. C++ peers do not say theirs.
     fn is_late_close(&self, offer: &Offer) -> bool {
         let early = self.early.as_ref().and_then(|(_, offer)| offer.psn);
-        let known = self.peer.as_ref().map(|peer| peer.psn).or(early);
+        let known = self.peer.as_ref().and_then(|peer| peer.psn).or(early);
         offer.psn.is_some() && offer.psn != known
     }
 
@@ -426,7 +426,7 @@ impl Endpoint {
             gid,
             lid,
             qp_nums: offer.qp_nums.clone(),
-            psn: offer.psn.unwrap_or(0),
+            psn: offer.psn,
             path_mtu: offer.path_mtu,
             rd_atomic: offer.rd_atomic,
             instance: offer.instance.clone(),

@@ -84,12 +84,14 @@ pub(super) fn raise(
     let path_mtu = peer.path_mtu.map_or(facts.mtu, |mtu| mtu.min(facts.mtu));
     let count = u32::try_from(pairs.len()).unwrap_or(u32::MAX);
     control.allow(RESOLVE_LIMIT.saturating_mul(count));
+    // Both ends begin at 0 towards a peer that does not say where it begins: it expects just that.
+    let (rq_psn, sq_psn) = peer.psn.map_or((0, 0), |psn| (psn, local.psn));
     let served_by_peer = u32::from(peer.rd_atomic.unwrap_or(RD_ATOMIC as u8));
     for (pair, dest_qp_num) in pairs.iter().zip(&peer.qp_nums) {
         pair.to_rtr(&RtrAttr {
             path_mtu,
             dest_qp_num: *dest_qp_num,
-            rq_psn: peer.psn,
+            rq_psn,
             max_dest_rd_atomic: local.rd_atomic,
             min_rnr_timer: MIN_RNR_TIMER,
             path: PathAttr {
@@ -107,7 +109,7 @@ pub(super) fn raise(
             timeout: config.timeout,
             retry_cnt: config.retry_cnt,
             rnr_retry: 7,
-            sq_psn: local.psn,
+            sq_psn,
             max_rd_atomic: served_by_peer.min(nic.attr().max_qp_init_rd_atom) as u8,
         })?;
     }

@@ -33,6 +33,25 @@ struct Wire {
     refusal: Mutex<Option<String>>,
     /// Loses requests to close.
     loses_closes: AtomicBool,
+    /// Takes out of every message what C++ engines do not know.
+    is_cpp: AtomicBool,
+}
+
+impl Wire {
+    /// The message as it arrives.
+    fn carried(&self, offer: Offer) -> Offer {
+        if !self.is_cpp.load(Ordering::SeqCst) {
+            return offer;
+        }
+        Offer {
+            psn: None,
+            path_mtu: None,
+            rd_atomic: None,
+            instance: None,
+            peer_instance: None,
+            ..offer
+        }
+    }
 }
 
 impl Signaling for Arc<Wire> {
@@ -40,6 +59,7 @@ impl Signaling for Arc<Wire> {
         self.carried.lock().expect("whole").push(offer.clone());
         let refusal = self.refusal.lock().expect("whole").clone();
         let connector = self.servers.lock().expect("whole").get(server).cloned();
+        let (wire, offer) = (Self::clone(self), self.carried(offer));
         let lost = offer.qp_nums.is_empty() && self.loses_closes.load(Ordering::SeqCst);
         Box::pin(async move {
             if lost {
@@ -49,7 +69,10 @@ impl Signaling for Arc<Wire> {
                 return Err(SignalError::Refused(refusal));
             }
             let connector = connector.ok_or_else(|| SignalError::NoAnswer("no server".into()))?;
-            connector.accept(offer).await.map_err(SignalError::Refused)
+            let answer = connector.accept(offer).await;
+            answer
+                .map(|offer| wire.carried(offer))
+                .map_err(SignalError::Refused)
         })
     }
 }
@@ -233,6 +256,25 @@ fn a_connection_that_the_peer_closes_costs_its_rail_a_back_off_and_no_more() {
     let begin = Instant::now();
     write.run().expect("moved again");
     assert!(begin.elapsed() < Duration::from_secs(1));
+}
+
+#[test]
+fn a_peer_that_says_no_packet_numbers_gets_packets_from_number_0_on() {
+    let rig = rig(10);
+    rig.wire.is_cpp.store(true, Ordering::SeqCst);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move {
+        own: &a,
+        peer: &peer,
+        source: &source,
+        target: &target,
+        length: 64 * KIB,
+        time: Duration::from_secs(5),
+        key_error: 0,
+    };
+    write.run().expect("moved");
 }
 
 #[test]

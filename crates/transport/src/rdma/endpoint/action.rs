@@ -60,8 +60,8 @@ pub struct PeerEnds {
     pub lid: u16,
     /// Numbers of the queue pairs, as many as our own.
     pub qp_nums: Vec<u32>,
-    /// First packet number that it sends.
-    pub psn: u32,
+    /// First packet number that it sends, if it says. C++ peers begin at 0, and take it that we do.
+    pub psn: Option<u32>,
     /// Its path MTU, if it says.
     pub path_mtu: Option<Mtu>,
     /// Reads that it can serve at once, if it says.
