@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
 use rerail_metadata::{KeySpace, StoreOptions, StoreUrl};
+use rerail_topology::TopologyOptions;
 use rerail_transport::TransportError;
 use rerail_transport::event::Events;
 use rerail_transport::rdma::RdmaConfig;
@@ -12,7 +13,7 @@ use rerail_transport::rpc::client::ClientLimits;
 use rerail_transport::settings::{Settings, environment};
 use rerail_transport::tcp;
 
-use crate::Result;
+use crate::{EngineError, Result};
 
 /// How the engine moves bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -48,7 +49,8 @@ pub struct EngineConfig {
     pub keys: KeySpace,
     /// Name of the own segment. Without a store its RPC address takes its place.
     pub name: String,
-    /// How the engine moves bytes.
+    /// How the engine moves bytes (`FORCE_TCP`: `MC_FORCE_TCP` counts whenever it is set, whatever
+    /// to; `RERAIL_FORCE_TCP` is 0, 1, true or false).
     pub transport: Transport,
     /// Devices as `name` or `name:port`; none means all.
     pub devices: Vec<String>,
@@ -72,6 +74,9 @@ pub struct EngineConfig {
     pub rdma: RdmaConfig,
     /// Who is told what happens to NICs, connections and the record.
     pub events: Events,
+    /// A priority matrix in place of the discovered one (`CUSTOM_TOPOLOGY`, `MC_CUSTOM_TOPO_JSON`),
+    /// and which GPUs are visible.
+    pub topology: TopologyOptions,
 }
 
 impl EngineConfig {
@@ -117,7 +122,7 @@ impl EngineConfig {
             metadata,
             keys: KeySpace::from_variables(lookup)?,
             name: name.to_owned(),
-            transport: Transport::Rdma,
+            transport: transport(&settings)?,
             devices: Vec::new(),
             advertise: settings.text("TCP_BIND_ADDRESS").map(|(_, host)| host),
             bind: bind(&settings)?,
@@ -129,6 +134,10 @@ impl EngineConfig {
             tcp_version: tcp::Version::from_settings(&settings)?,
             rdma: RdmaConfig::from_settings(&settings)?,
             events: Events::default(),
+            topology: TopologyOptions::from_env(lookup).map_err(|error| EngineError::Invalid {
+                what: "a setting of the topology",
+                reason: error.to_string(),
+            })?,
         })
     }
 
@@ -136,6 +145,30 @@ impl EngineConfig {
     pub(crate) fn is_peer_to_peer(&self) -> bool {
         self.metadata == StoreUrl::PeerToPeer
     }
+}
+
+fn transport(settings: &Settings<'_>) -> Result<Transport> {
+    let force_tcp = match settings.text("FORCE_TCP") {
+        None => false,
+        Some((variable, _)) if variable.starts_with("MC_") => true,
+        Some((variable, value)) => match value.to_ascii_lowercase().as_str() {
+            "1" | "true" => true,
+            "0" | "false" => false,
+            _ => {
+                return Err(TransportError::Setting {
+                    variable,
+                    value,
+                    expected: "0, 1, true or false".into(),
+                }
+                .into());
+            }
+        },
+    };
+    Ok(if force_tcp {
+        Transport::Tcp
+    } else {
+        Transport::Rdma
+    })
 }
 
 fn bind(settings: &Settings<'_>) -> Result<Option<IpAddr>> {
@@ -169,6 +202,25 @@ mod tests {
         assert_eq!(config.store.deadline.as_millis(), 700);
         let error = with("99").expect_err("out of range").to_string();
         assert!(error.contains("RERAIL_METADATA_TIMEOUT_MS"), "{error}");
+    }
+
+    #[test]
+    fn t21_tcp_can_be_forced() {
+        let with = |name: &'static str, value: &'static str| {
+            let lookup = move |variable: &str| (variable == name).then(|| value.to_owned());
+            EngineConfig::with_settings("P2PHANDSHAKE", "a", &lookup).map(|config| config.transport)
+        };
+        assert_eq!(with("MC_OTHER", "").expect("valid"), Transport::Rdma);
+        assert_eq!(with("MC_FORCE_TCP", "").expect("valid"), Transport::Tcp);
+        assert_eq!(
+            with("RERAIL_FORCE_TCP", "1").expect("valid"),
+            Transport::Tcp
+        );
+        assert_eq!(
+            with("RERAIL_FORCE_TCP", "0").expect("valid"),
+            Transport::Rdma
+        );
+        assert!(with("RERAIL_FORCE_TCP", "yes").is_err());
     }
 
     #[test]

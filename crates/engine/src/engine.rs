@@ -28,6 +28,7 @@ use crate::publication::Publication;
 use crate::segment::{Route, Segment};
 use crate::service::{EngineService, Notification};
 use crate::tcp::{self, TcpPeer, TcpPeers, TcpSide, UnfencedError};
+use crate::topology::Places;
 use crate::{EngineError, Result};
 
 /// How long closing waits for the record to be withdrawn.
@@ -52,6 +53,7 @@ struct Inner {
     publication: Publication,
     peers: PeerView,
     rdma: Option<Arc<RdmaTransport>>,
+    places: Places,
     tcp: Option<TcpSide>,
     server: Option<RpcServer>,
     /// Never held while a device works: submitting takes it.
@@ -187,6 +189,7 @@ impl Engine {
             length,
             nearest: "it is registered in part".into(),
         })?;
+        let local = local.near(in_use.region().near);
         let config = &self.inner.config.rdma;
         let now = self.inner.clock.now();
         let deadline = now + timeout.unwrap_or(config.transfer_timeout);

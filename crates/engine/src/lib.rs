@@ -15,6 +15,7 @@ mod publication;
 mod segment;
 mod service;
 mod tcp;
+mod topology;
 
 pub use batch::{Batch, Operation, Request, Status};
 pub use config::{EngineConfig, Transport};

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use rerail_transport::machine::ids::{LocalNic, RegionId};
 use rerail_transport::machine::publisher::KeyPair;
 use rerail_transport::rdma::memory::ChunkKeys;
-use rerail_transport::rdma::{Piece, RegisteredMemory};
+use rerail_transport::rdma::{NicSet, Piece, RegisteredMemory};
 use rerail_verbs::HostMemory;
 
 use crate::{EngineError, Result};
@@ -21,7 +21,8 @@ pub const WILDCARD_LOCATION: &str = "*";
 /// What may be done with registered memory.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct MemoryOptions {
-    /// Where it is: `cpu:0`, `cuda:1`, or `*`.
+    /// Where it is: `cpu:0`, `cuda:1`, or `*`, which means that the engine finds it out where it
+    /// can (RDMA, host memory whose pages lie on one NUMA node).
     pub location: String,
     /// Peers may read and write it. Without, it serves as the near end of transfers only.
     pub remote_accessible: bool,
@@ -43,6 +44,8 @@ pub(crate) struct Region {
     pub(crate) options: MemoryOptions,
     /// Its chunks with local keys, for the near ends of transfers.
     pub(crate) pieces: Vec<Piece>,
+    /// The own NICs near it.
+    pub(crate) near: NicSet,
     /// Keeps it registered with NICs.
     rdma: Option<RegisteredMemory>,
     /// Its chunks in the own record.
@@ -54,6 +57,7 @@ impl Region {
         memory: HostMemory,
         options: MemoryOptions,
         pieces: Vec<Piece>,
+        near: NicSet,
         rdma: Option<RegisteredMemory>,
         published: Vec<RegionId>,
     ) -> Self {
@@ -61,6 +65,7 @@ impl Region {
             memory,
             options,
             pieces,
+            near,
             rdma,
             published,
         }
@@ -278,7 +283,14 @@ mod tests {
         match registry.admit(memory, &options)? {
             Admission::Counted => Ok(false),
             Admission::Reserved => {
-                let region = Region::new(memory.clone(), options, Vec::new(), None, Vec::new());
+                let region = Region::new(
+                    memory.clone(),
+                    options,
+                    Vec::new(),
+                    NicSet::ALL,
+                    None,
+                    Vec::new(),
+                );
                 registry.enter(Arc::new(region));
                 Ok(true)
             }

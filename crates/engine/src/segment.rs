@@ -4,10 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use rerail_metadata::descriptor::{Buffer, SegmentDescriptor};
-use rerail_transport::rdma::{Peer, Span};
+use rerail_transport::rdma::{NicSet, Peer, Span};
 
 use crate::peers::{Life, Offered, Reach};
 use crate::tcp::TcpPeer;
+use crate::topology::near_buffer;
 use crate::{EngineError, Result};
 
 /// A peer's segment, of the process that had its name when it was opened. Clones share it.
@@ -90,7 +91,7 @@ impl Segment {
         }
         // What the present record lacks is refused by the peer, if it is really gone.
         if let Some(span) = Span::new(addr, length, opened.buffers.iter().cloned()) {
-            return Ok((span, opened.revision));
+            return Ok((span.near(self.near(addr)), opened.revision));
         }
         let buffers = &opened.buffers;
         let after = buffers.partition_point(|piece| piece.addr <= addr);
@@ -114,7 +115,18 @@ impl Segment {
     pub(crate) fn present_span(&self, addr: u64, length: u64) -> Option<(Span, u64)> {
         let present = self.shared.reach.offered();
         let span = Span::new(addr, length, present.buffers.iter().cloned())?;
-        Some((span, present.revision))
+        Some((span.near(self.near(addr)), present.revision))
+    }
+
+    /// The owner's NICs near the byte at `addr`.
+    fn near(&self, addr: u64) -> NicSet {
+        let descriptor = &self.shared.descriptor;
+        let holds = |buffer: &&Buffer| {
+            addr.checked_sub(buffer.addr)
+                .is_some_and(|at| at < buffer.length)
+        };
+        let buffer = descriptor.buffers.iter().find(holds);
+        buffer.map_or(NicSet::ALL, |buffer| near_buffer(descriptor, buffer, addr))
     }
 }
 

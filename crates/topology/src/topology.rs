@@ -97,13 +97,33 @@ impl Topology {
     ///
     /// Options that cannot be honoured: nothing falls back to discovery silently.
     pub fn new(scan: Scan, options: &TopologyOptions) -> Result<Self, TopologyError> {
-        let (mut rails, more) = rails(&scan, &options.devices)?;
+        let (mut rails, warnings) = rails(&scan, &options.devices)?;
+        if let Some(custom) = &options.custom
+            && options.devices.is_empty()
+        {
+            name_rails(custom, &scan, &mut rails)?;
+        }
+        let mut topology = Self::with_rails(scan, rails, options)?;
+        topology.warnings.extend(warnings);
+        Ok(topology)
+    }
+
+    /// Makes the matrix of ports that are in use already, whatever was found of them. Which devices
+    /// the options name does not count.
+    ///
+    /// # Errors
+    ///
+    /// A custom matrix that cannot be honoured.
+    pub fn with_rails(
+        scan: Scan,
+        rails: Vec<Rail>,
+        options: &TopologyOptions,
+    ) -> Result<Self, TopologyError> {
         let mut warnings = scan.warnings.clone();
-        warnings.extend(more);
         let matrix = match &options.custom {
             None => Matrix::discover(&scan, &rails, options.cuda_visible.as_deref()),
             Some(custom) => {
-                let (matrix, unused) = read_custom(custom, &scan, &mut rails, options)?;
+                let (matrix, unused) = read_custom(custom, &scan, &rails)?;
                 if !unused.is_empty() {
                     let unused = unused.join(", ");
                     warnings.push(format!(
@@ -122,38 +142,57 @@ impl Topology {
     }
 }
 
-/// The matrix, and the names in it that exist but are not used: down, not openable, or filtered
-/// out. A name that is only left out of the default set is used, since it is named.
-fn read_custom(
+/// A custom matrix, checked against what there is.
+fn parse_custom(
     custom: &CustomMatrix,
     scan: &Scan,
-    chosen: &mut Vec<Rail>,
-    options: &TopologyOptions,
-) -> Result<(Matrix, Vec<String>), TopologyError> {
+    rails: &[Rail],
+) -> Result<Matrix, TopologyError> {
     let (text, document) = match custom {
         CustomMatrix::Inline(text) => (text.clone(), "custom topology".to_owned()),
         CustomMatrix::File(path) => (crate::document::read(path)?, path.display().to_string()),
     };
-    let mut matrix = Matrix::parse(&text, &document)?;
+    let matrix = Matrix::parse(&text, &document)?;
     let with_port = scan.nics.iter().flat_map(|nic| {
         let ports = nic.ports.iter();
         ports.map(|port| format!("{}:{}", nic.name, port.number))
     });
-    let with_port: Vec<_> = with_port.collect();
+    let used = rails
+        .iter()
+        .map(|rail| format!("{}:{}", rail.device, rail.port));
+    let with_port: Vec<_> = with_port.chain(used).collect();
     let mut known: BTreeSet<&str> = scan.nics.iter().map(|nic| nic.name.as_str()).collect();
+    known.extend(rails.iter().map(|rail| rail.name.as_str()));
     known.extend(with_port.iter().map(String::as_str));
     matrix.check_names(&known, &text, &document)?;
-    if options.devices.is_empty() {
-        let mut all: Vec<String> = matrix.names().map(str::to_owned).collect();
-        crate::matrix::sort_naturally(&mut all);
-        if !all.is_empty() {
-            *chosen = rails(
-                scan,
-                &DeviceFilter::parse("custom topology", &all.join(","))?,
-            )?
-            .0;
-        }
+    Ok(matrix)
+}
+
+/// Uses what a custom matrix names in place of the default set: a name that is only left out of
+/// that is used, since it is named.
+fn name_rails(
+    custom: &CustomMatrix,
+    scan: &Scan,
+    chosen: &mut Vec<Rail>,
+) -> Result<(), TopologyError> {
+    let matrix = parse_custom(custom, scan, chosen)?;
+    let mut all: Vec<String> = matrix.names().map(str::to_owned).collect();
+    crate::matrix::sort_naturally(&mut all);
+    if !all.is_empty() {
+        let filter = DeviceFilter::parse("custom topology", &all.join(","))?;
+        (*chosen, _) = rails(scan, &filter)?;
     }
+    Ok(())
+}
+
+/// The matrix, and the names in it that exist but are not used: down, not openable, or filtered
+/// out.
+fn read_custom(
+    custom: &CustomMatrix,
+    scan: &Scan,
+    chosen: &[Rail],
+) -> Result<(Matrix, Vec<String>), TopologyError> {
+    let mut matrix = parse_custom(custom, scan, chosen)?;
     let published = |name: &str| {
         let by_name = chosen.iter().find(|rail| rail.name == name);
         let with_port = |rail: &&Rail| format!("{}:{}", rail.device, rail.port) == name;

@@ -12,7 +12,7 @@ use rerail_verbs::{AccessFlags, HostMemory, VerbsError};
 
 use super::{Engine, Inner};
 use crate::memory::{Admission, MemoryOptions, Region, Removal};
-use crate::{EngineError, Result};
+use crate::{EngineError, Result, topology};
 
 /// How long a registration waits until peers can read of it in the store. It is published later in
 /// any case.
@@ -43,6 +43,7 @@ impl Engine {
         let _one_at_a_time = one_at_a_time.unwrap_or_else(PoisonError::into_inner);
         let (mut counted, mut reserved) = (Vec::new(), Vec::new());
         let mut regions = Vec::new();
+        topology::check(&options.location)?;
         let outcome = memories.iter().try_for_each(|memory| {
             // The lock is let go of while devices work.
             let admission = inner.registry_mut().admit(memory, &options)?;
@@ -113,10 +114,15 @@ impl Inner {
             }
             None => None,
         };
+        // Its pages are there now: registering pins them.
+        let location = match &rdma {
+            Some(_) => topology::locate(memory, &options.location),
+            None => options.location.clone(),
+        };
         let mut published = Vec::new();
         if options.remote_accessible {
             published = match &rdma {
-                Some(registered) => self.publish_rdma(registered, options),
+                Some(registered) => self.publish_rdma(registered, &location),
                 None => self.publish_tcp(memory)?,
             };
         }
@@ -124,13 +130,14 @@ impl Inner {
             Some(registered) => registered.pieces().collect(),
             None => vec![Piece::new(memory.addr(), memory.length() as u64, [])],
         };
+        let near = self.places.near(&location);
         let (memory, options) = (memory.clone(), options.clone());
         Ok(Arc::new(Region::new(
-            memory, options, pieces, rdma, published,
+            memory, options, pieces, near, rdma, published,
         )))
     }
 
-    fn publish_rdma(&self, memory: &RegisteredMemory, options: &MemoryOptions) -> Vec<RegionId> {
+    fn publish_rdma(&self, memory: &RegisteredMemory, location: &str) -> Vec<RegionId> {
         let publish = |chunk: rerail_transport::rdma::memory::ChunkKeys| {
             let region = self.next_region();
             let keys = chunk.lkeys.iter().zip(&chunk.rkeys);
@@ -140,7 +147,7 @@ impl Inner {
             });
             self.publication.edit(Edit::Register {
                 region,
-                name: options.location.clone(),
+                name: location.to_owned(),
                 addr: chunk.addr,
                 length: chunk.length,
                 keys: keys.collect(),

@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, RwLock};
 
-use rerail_metadata::descriptor::{InstanceId, LocationNics, Protocol, RpcMeta, SegmentDescriptor};
+use rerail_metadata::descriptor::{InstanceId, Protocol, RpcMeta, SegmentDescriptor};
 use rerail_metadata::{MetadataStore, connect};
 use rerail_transport::machine::peers::PUSH_FEATURE;
 use rerail_transport::machine::publisher::{Edit, LocalRecord, PublishOrder};
@@ -15,12 +15,13 @@ use tokio::runtime::Runtime;
 use super::{Engine, Inner, block};
 use crate::config::{EngineConfig, Transport};
 use crate::directory::Directory;
-use crate::memory::{Registry, WILDCARD_LOCATION};
+use crate::memory::Registry;
 use crate::nics::{RailListener, Recorder};
 use crate::peers::PeerView;
 use crate::publication::{Publication, StorePlace};
 use crate::service::{EngineService, Shared};
 use crate::tcp::{TcpPeers, TcpSide};
+use crate::topology::Places;
 use crate::{EngineError, Result, advertise};
 
 /// Threads of the control runtime: store, RPC, publication, connections, and TCP's data.
@@ -66,8 +67,8 @@ impl Engine {
             config.name.clone()
         };
         let store = open_store(&config, &runtime)?;
-        let places = store.clone().map(|store| (store, config.keys.clone()));
-        let directory = Directory::new(places, RpcClient::new(config.rpc_client));
+        let records = store.clone().map(|store| (store, config.keys.clone()));
+        let directory = Directory::new(records, RpcClient::new(config.rpc_client));
         let (mut rdma, mut tcp) = (None, None);
         match config.transport {
             Transport::Rdma => {
@@ -86,8 +87,12 @@ impl Engine {
             }
             Transport::Tcp => tcp = Some(TcpSide::start(&config, runtime.handle())?),
         }
+        let places = match &rdma {
+            Some(rdma) => Places::read(&config.topology, rdma.nics())?,
+            None => Places::default(),
+        };
         let record = match (&rdma, &tcp) {
-            (Some(rdma), _) => rdma_record(&name, rdma),
+            (Some(rdma), _) => rdma_record(&name, rdma, &places),
             (None, tcp) => tcp_record(&name, &host, tcp.as_ref().map_or(0, TcpSide::port)),
         };
         let place = store.map(|store| {
@@ -131,6 +136,7 @@ impl Engine {
                 publication,
                 peers,
                 rdma,
+                places,
                 tcp,
                 server: Some(server),
                 registry,
@@ -166,11 +172,11 @@ fn open_store(config: &EngineConfig, runtime: &Runtime) -> Result<Option<Arc<dyn
 }
 
 /// The own record over RDMA, before any memory is registered.
-fn rdma_record(name: &str, rdma: &RdmaTransport) -> LocalRecord {
+fn rdma_record(name: &str, rdma: &RdmaTransport, places: &Places) -> LocalRecord {
     let base = SegmentDescriptor::new(name, Protocol::rdma());
     let nics = rdma.nics().iter();
     let names: Vec<String> = nics.map(|nic| nic.name().to_owned()).collect();
-    let mut record = LocalRecord::new(base, features(), names.clone(), PublishOrder::Fixed);
+    let mut record = LocalRecord::new(base, features(), names, PublishOrder::Fixed);
     // A NIC that is not usable yet is entered by its observer.
     let ports = rdma.nics().iter().filter_map(|nic| {
         let facts = nic.facts()?;
@@ -180,11 +186,7 @@ fn rdma_record(name: &str, rdma: &RdmaTransport) -> LocalRecord {
             facts: facts.observed(),
         })
     });
-    let nics = LocationNics {
-        preferred: names,
-        available: Vec::new(),
-    };
-    let matrix = Edit::Matrix([(WILDCARD_LOCATION.to_owned(), nics)].into());
+    let matrix = Edit::Matrix(places.matrix());
     for edit in ports.chain([matrix]) {
         if let Err(error) = record.apply(edit) {
             // Only for NICs that the record was not made with.

@@ -15,6 +15,7 @@
 //! | [`events`] | what the engine is told of the rails, and asked |
 //! | [`watch`] | events and readings of the own ports, and what follows from them |
 //! | [`nic`], [`opening`], [`memory`], [`config`] | ports, open devices, registered memory, settings |
+//! | [`near`] | which NICs are near which memory |
 //!
 //! # The way of a transfer
 //!
@@ -33,6 +34,7 @@ pub mod events;
 pub mod inbox;
 mod link;
 pub mod memory;
+pub mod near;
 pub mod nic;
 mod open;
 pub mod opening;
@@ -52,6 +54,7 @@ pub use data_thread::Clock;
 pub use endpoint::Offer;
 pub use events::{RailChange, RdmaEvents};
 pub use memory::RegisteredMemory;
+pub use near::NicSet;
 pub use rail::{Peer, PeerNic, PeerSpec};
 pub use signaling::{Boxed, SignalError, Signaling};
 pub use slice::{Piece, Slicing, Span};

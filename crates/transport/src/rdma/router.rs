@@ -1,8 +1,9 @@
 //! Which rails a transfer is offered to.
 //!
 //! A transfer is offered to one connected rail of each local NIC that is worth it, and each takes
-//! slices as it has room. Rails that are not connected are connected meanwhile. Thin on purpose:
-//! shares, nearness and proof of rails are the rail machine's.
+//! slices as it has room. Rails that are not connected are connected meanwhile. NICs far from the
+//! buffer, and the peer's NICs far from its own, are taken only while no near one can be used. Thin
+//! on purpose: shares and proof of rails are the rail machine's.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -14,6 +15,7 @@ use super::connector::Connector;
 use super::data_thread::Clock;
 use super::events::RdmaEvents;
 use super::inbox::{Inbox, Report, Work};
+use super::near::NicSet;
 use super::nic::Nic;
 use super::rail::{Peer, Rail, RailState};
 use super::transfer::Transfer;
@@ -126,15 +128,25 @@ impl Router {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let mut best: [Option<&Arc<Rail>>; NICS_MAX] = [None; NICS_MAX];
         let mut count = 0;
-        for step in 0..self.nics.len() {
-            let local = (turn.wrapping_add(step)) % self.nics.len();
-            if !self.nics[local].is_gate_open() || count == NICS_MAX {
-                continue;
+        let (near, near_peer) = (spec.local.nics(), spec.remote.nics());
+        for wanted_near in [true, false] {
+            for step in 0..self.nics.len() {
+                let local = (turn.wrapping_add(step)) % self.nics.len();
+                let passed_over = near.contains(local) != wanted_near
+                    || !self.nics[local].is_gate_open()
+                    || count == NICS_MAX;
+                if passed_over {
+                    continue;
+                }
+                let own = rails.get(local * per_nic..(local + 1) * per_nic);
+                if let Some(rail) = own.and_then(|own| best_of(own, local, near_peer, now)) {
+                    best[count] = Some(rail);
+                    count += 1;
+                }
             }
-            let own = rails.get(local * per_nic..(local + 1) * per_nic);
-            if let Some(rail) = own.and_then(|own| best_of(own, local, now)) {
-                best[count] = Some(rail);
-                count += 1;
+            // Far NICs only where no near one leads to the peer.
+            if count > 0 {
+                break;
             }
         }
         let best = &mut best[..count];
@@ -231,9 +243,10 @@ fn fail_if_restarted(transfer: &Transfer) -> bool {
 /// Local NICs that one transfer is spread over at most.
 const NICS_MAX: usize = 32;
 
-/// The best usable rail of one local NIC: connected before not, little load before much, and among
-/// equals the peer's NIC at the own position, so that two equal hosts pair their NICs.
-fn best_of(rails: &[Arc<Rail>], local: usize, now: Time) -> Option<&Arc<Rail>> {
+/// The best usable rail of one local NIC: to a NIC near the peer's memory before others, connected
+/// before not, little load before much, and among equals the peer's NIC at the own position, so
+/// that two equal hosts pair their NICs.
+fn best_of(rails: &[Arc<Rail>], local: usize, near: NicSet, now: Time) -> Option<&Arc<Rail>> {
     let count = rails.len();
     let usable = rails
         .iter()
@@ -242,6 +255,7 @@ fn best_of(rails: &[Arc<Rail>], local: usize, now: Time) -> Option<&Arc<Rail>> {
     let best = usable.min_by_key(|(position, rail)| {
         let distance = (position + count - local % count) % count;
         (
+            !near.contains(*position),
             rail.state(now) != RailState::Up,
             rail.load_bytes(),
             distance,

@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::near::NicSet;
+
 /// How long slices are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Slicing {
@@ -108,6 +110,7 @@ impl Eq for Keys {}
 pub struct Span {
     addr: u64,
     pieces: Vec<Piece>,
+    near: NicSet,
 }
 
 impl Span {
@@ -130,7 +133,23 @@ impl Span {
             covered = piece_end;
             kept.push(piece);
         }
-        (covered >= end).then_some(Self { addr, pieces: kept })
+        (covered >= end).then_some(Self {
+            addr,
+            pieces: kept,
+            near: NicSet::ALL,
+        })
+    }
+
+    /// The same bytes, with the owner's NICs that are near them: those carry the request as long
+    /// as one of them can.
+    #[must_use]
+    pub fn near(self, near: NicSet) -> Self {
+        Self { near, ..self }
+    }
+
+    /// The owner's NICs near the first byte; all where nothing is known.
+    pub fn nics(&self) -> NicSet {
+        self.near
     }
 
     /// Address of the first byte.

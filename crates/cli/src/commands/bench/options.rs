@@ -32,9 +32,9 @@ pub(super) struct Common {
     /// Name of the own segment
     #[arg(long)]
     name: String,
-    /// How bytes move
-    #[arg(long, value_enum, default_value = "rdma")]
-    protocol: Protocol,
+    /// How bytes move (default: rdma, or tcp where MC_FORCE_TCP is set)
+    #[arg(long, value_enum)]
+    protocol: Option<Protocol>,
     /// Devices joined by commas, each as NAME or NAME:PORT (default: all)
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     device: Vec<String>,
@@ -58,13 +58,14 @@ impl Common {
         if let Some(host) = &self.advertise {
             config.advertise = Some(host.clone());
         }
-        let devices = match self.protocol {
-            Protocol::Rdma => devices()?,
-            Protocol::Tcp => DeviceList::default(),
-        };
-        config.transport = match self.protocol {
-            Protocol::Rdma => Transport::Rdma,
-            Protocol::Tcp => Transport::Tcp,
+        match self.protocol {
+            None => {}
+            Some(Protocol::Rdma) => config.transport = Transport::Rdma,
+            Some(Protocol::Tcp) => config.transport = Transport::Tcp,
+        }
+        let devices = match config.transport {
+            Transport::Rdma => devices()?,
+            _ => DeviceList::default(),
         };
         Engine::start(config, &devices).or_fail(
             "the engine cannot be started",
