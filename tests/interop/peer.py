@@ -1,10 +1,12 @@
 """The C++ engine as one end of an interop test, through its own Python module.
 
     peer.py target    --metadata URL --name NAME --protocol tcp|rdma [--device LIST] --size BYTES
+                      [--expect-bytes N]
     peer.py initiator --metadata URL --name NAME --protocol tcp|rdma [--device LIST] --segment PEER
                       --bytes BYTES --block BYTES [--seed N]
 
-The target prints `ready SEGMENT` and runs until SIGTERM. The initiator writes a random pattern to
+The target prints `ready SEGMENT` and runs until SIGTERM; its status then is 0 if the first N bytes
+of its memory are what `rerail bench initiator` writes in its first round. The initiator writes a random pattern to
 the peer's first buffer, reads it back into other memory, compares every byte, and prints one JSON
 object. Its own logging goes to stderr.
 """
@@ -17,6 +19,8 @@ import os
 import random
 import signal
 import sys
+
+WORD = (1 << 64) - 1
 
 
 def fail(message):
@@ -57,11 +61,34 @@ def target(arguments):
     segment = arguments.name
     if arguments.metadata == "P2PHANDSHAKE":
         segment = f"127.0.0.1:{engine.get_rpc_port()}"
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(wrong_words(buffer, arguments.expect_bytes) != 0))
     print(f"ready {segment}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     while True:
         signal.pause()
-    del buffer
+
+
+def wrong_words(buffer, count):
+    """Words of the first `count` bytes that are not of the bench's pattern: seed 1, round 0."""
+    tail = rotated(mixed(0), 17) ^ 1
+    wrong = 0
+    for offset in range(0, count - count % 8, 8):
+        expected = mixed(tail ^ mixed((buffer.address + offset) // 8))
+        wrong += buffer.map[offset : offset + 8] != expected.to_bytes(8, "little")
+    if wrong:
+        print(f"peer.py: {wrong} words are not what was written", file=sys.stderr, flush=True)
+    return wrong
+
+
+def mixed(value):
+    """The finaliser of SplitMix64, as in the bench's pattern."""
+    value = (value + 0x9E3779B97F4A7C15) & WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
+    return value ^ (value >> 31)
+
+
+def rotated(value, bits):
+    return ((value << bits) | (value >> (64 - bits))) & WORD
 
 
 def initiator(arguments):
@@ -100,6 +127,7 @@ def main():
     parser.add_argument("--protocol", required=True, choices=["tcp", "rdma"])
     parser.add_argument("--device", default="")
     parser.add_argument("--size", type=int, default=64 << 20)
+    parser.add_argument("--expect-bytes", type=int, default=0)
     parser.add_argument("--segment", default="")
     parser.add_argument("--bytes", type=int, default=16 << 20)
     parser.add_argument("--block", type=int, default=65536)

@@ -148,8 +148,12 @@ fn gather(mut stream: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
 /// A server: started, waited for until it says that it is ready, ended with this value.
 pub struct Server {
     process: Process,
-    ready: String,
+    /// What it printed until it was ready.
+    lines: Vec<String>,
 }
+
+/// Lines of a server's beginning that are kept.
+const LINES_MAX: usize = 10_000;
 
 impl Server {
     /// Starts `command` and waits for a line on its stdout that starts with `ready`. Its stderr is
@@ -173,15 +177,18 @@ impl Server {
             }
         });
         let deadline = Instant::now() + limit;
+        let mut printed = Vec::new();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match lines.recv_timeout(left) {
                 Ok(line) if line.starts_with(ready) => {
+                    printed.push(line);
                     return Ok(Self {
                         process,
-                        ready: line,
+                        lines: printed,
                     });
                 }
+                Ok(line) if printed.len() < LINES_MAX => printed.push(line),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     bail!(
@@ -200,7 +207,13 @@ impl Server {
     /// The line that said it was ready.
     #[must_use]
     pub fn ready_line(&self) -> &str {
-        &self.ready
+        self.lines.last().map_or("", String::as_str)
+    }
+
+    /// What it printed until then, that line included.
+    #[must_use]
+    pub fn lines_until_ready(&self) -> &[String] {
+        &self.lines
     }
 
     /// The process.

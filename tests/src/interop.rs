@@ -1,39 +1,48 @@
 //! Our program and the C++ engine, each in each role, over each store both know.
 //!
-//! The C++ end is `tests/interop/peer.py`, which uses the engine's own Python module and compares
-//! every byte; ours is `rerail bench` with `--verify`. Redis is not here: the published C++ engine
-//! is built without it.
+//! The C++ ends are `tests/interop/peer.py`, which uses the engine's own Python module and compares
+//! bytes, and the engine's bench, which compares none; ours is `rerail bench`. Redis is not here:
+//! the published C++ engine is built without it.
+
+mod cpp;
 
 use std::fmt;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::bench::{Load, Side, Target};
+use crate::bench::{Amount, Load, Side, Target};
 use crate::child::{Server, stdout_within};
 use crate::store::Store;
+use cpp::{BENCH_BUFFER, Cpp};
 
 const MIB: u64 = 1024 * 1024;
-const READY_WITHIN: Duration = Duration::from_secs(60);
+const READY_WITHIN: Duration = Duration::from_secs(90);
 const MOVED_WITHIN: Duration = Duration::from_secs(180);
-const ENDED_WITHIN: Duration = Duration::from_secs(20);
+const ENDED_WITHIN: Duration = Duration::from_secs(30);
 /// Not a multiple of any slice, page or word.
 const ODD_BLOCK: u64 = 100_001;
+/// Blocks that are one round of our bench's pattern: its batch.
+const ROUND_BLOCKS: u64 = 8;
+/// No store: peers are asked for their records.
+const HANDSHAKE: &str = "P2PHANDSHAKE";
 
 /// How the two reach each other, and how much is moved.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     /// `tcp` or `rdma`.
-    pub protocol: &'static str,
+    protocol: &'static str,
     /// The target's device; empty for TCP.
-    pub target_device: &'static str,
+    target_device: &'static str,
     /// The initiator's device; empty for TCP.
-    pub initiator_device: &'static str,
-    /// Bytes a row.
-    pub bytes: u64,
+    initiator_device: &'static str,
+    /// Bytes of a row whose bytes are compared.
+    bytes: u64,
+    /// Where the two meet.
+    meetings: &'static [Meeting],
+    /// Where its bench and ours meet.
+    bench_meetings: &'static [Meeting],
 }
 
 /// TCP on this machine.
@@ -42,32 +51,57 @@ pub const TCP: Setting = Setting {
     target_device: "",
     initiator_device: "",
     bytes: 64 * MIB,
+    meetings: &[
+        Meeting::Handshake,
+        Meeting::OurHttp,
+        Meeting::TheirHttp,
+        Meeting::Etcd,
+    ],
+    bench_meetings: &[Meeting::Handshake, Meeting::OurHttp],
 };
-/// RDMA in the guest.
+/// RDMA in the guest, whose processors are emulated.
 pub const RDMA: Setting = Setting {
     protocol: "rdma",
     target_device: "rxe_a0",
     initiator_device: "rxe_a1",
-    bytes: 16 * MIB,
+    bytes: 8 * MIB,
+    meetings: &[Meeting::Handshake, Meeting::OurHttp, Meeting::TheirHttp],
+    bench_meetings: &[Meeting::Handshake],
 };
 
 /// Which store the two meet in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Meeting {
     Handshake,
-    Http,
+    OurHttp,
+    TheirHttp,
     Etcd,
 }
 
 impl fmt::Display for Meeting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Handshake => "P2PHANDSHAKE",
-            Self::Http => "http (ours)",
+            Self::Handshake => HANDSHAKE,
+            Self::OurHttp => "HTTP, our server",
+            Self::TheirHttp => "HTTP, the C++ server",
             Self::Etcd => "etcd",
         })
     }
 }
+
+/// A row of the table: what is moved, given the store's URL.
+type Row = fn(&Cpp, &Setting, &str) -> Result<()>;
+
+/// Rows in which every byte is compared.
+const COMPARED: &[(&str, Row)] = &[
+    ("C++ -> Rerail  write, read", cpp_initiates),
+    ("Rerail -> C++  write, read", we_initiate),
+];
+/// Rows with the engine's bench.
+const BENCH: &[(&str, Row)] = &[
+    ("C++ bench -> Rerail  write, read", cpp_bench_initiates),
+    ("Rerail -> C++ bench  write, read", we_initiate_to_its_bench),
+];
 
 /// Runs the table for `setting`, a line for each row; whether all rows passed.
 ///
@@ -76,29 +110,20 @@ impl fmt::Display for Meeting {
 pub fn run(setting: Setting) -> Result<bool> {
     let cpp = Cpp::from_env()?;
     let (mut passed, mut failed) = (0, 0);
-    for meeting in [Meeting::Handshake, Meeting::Http, Meeting::Etcd] {
+    for &meeting in setting.meetings {
         let store = match meeting {
             Meeting::Handshake => None,
-            Meeting::Http => Some(Store::http()?),
+            Meeting::OurHttp => Some(Store::http()?),
+            Meeting::TheirHttp => Some(Store::cpp_http(cpp.python())?),
             Meeting::Etcd => Some(Store::etcd()?),
         };
-        let url = store.as_ref().map_or("P2PHANDSHAKE", Store::url);
-        type Row = fn(&Cpp, Setting, &str) -> Result<()>;
-        let rows = [
-            ("C++ -> Rerail  write, read", cpp_initiates as Row),
-            ("Rerail -> C++  write", |cpp, setting, url| {
-                we_initiate(cpp, setting, url, "write")
-            }),
-            ("Rerail -> C++  read", |cpp, setting, url| {
-                we_initiate(cpp, setting, url, "read")
-            }),
-        ];
-        for (name, row) in rows {
+        let url = store.as_ref().map_or(HANDSHAKE, Store::url);
+        let bench = setting.bench_meetings.contains(&meeting);
+        for (name, row) in COMPARED.iter().chain(BENCH.iter().filter(|_| bench)) {
             let started = Instant::now();
-            let outcome = row(&cpp, setting, url);
+            let outcome = row(&cpp, &setting, url);
             let seconds = started.elapsed().as_secs_f64();
-            let protocol = setting.protocol;
-            let title = format!("{protocol:4}  {name:28} {meeting}");
+            let title = format!("{:4}  {name:33} {meeting}", setting.protocol);
             match outcome {
                 Ok(()) => {
                     passed += 1;
@@ -116,10 +141,9 @@ pub fn run(setting: Setting) -> Result<bool> {
 }
 
 /// The C++ engine writes into our target, reads back, compares.
-fn cpp_initiates(cpp: &Cpp, setting: Setting, url: &str) -> Result<()> {
-    let side = side("rerail-target", setting, setting.target_device, url);
-    let target = Target::start(&side, setting.bytes)?;
-    let mut command = cpp.command("initiator", setting, setting.initiator_device, url);
+fn cpp_initiates(cpp: &Cpp, setting: &Setting, url: &str) -> Result<()> {
+    let target = our_target(setting, url, setting.bytes)?;
+    let mut command = cpp.peer("initiator", setting, setting.initiator_device, url);
     command.args([
         "--segment",
         target.segment(),
@@ -136,72 +160,80 @@ fn cpp_initiates(cpp: &Cpp, setting: Setting, url: &str) -> Result<()> {
     target.stop()
 }
 
-/// We move bytes to or from a C++ target and verify them by the opposite operation.
-fn we_initiate(cpp: &Cpp, setting: Setting, url: &str, operation: &'static str) -> Result<()> {
-    let mut command = cpp.command("target", setting, setting.target_device, url);
+/// We move bytes to and from a C++ target and verify them by the opposite operation; what we wrote
+/// last the target looks up in its own memory.
+fn we_initiate(cpp: &Cpp, setting: &Setting, url: &str) -> Result<()> {
+    let last_bytes = ODD_BLOCK * ROUND_BLOCKS;
+    let mut command = cpp.peer("target", setting, setting.target_device, url);
     command.args(["--size", &setting.bytes.to_string()]);
+    command.args(["--expect-bytes", &last_bytes.to_string()]);
     let target = Server::start(command, "ready ", READY_WITHIN)?;
     let segment = target.ready_line()["ready ".len()..].to_owned();
-    let side = side("rerail-initiator", setting, setting.initiator_device, url);
-    for block in [64 * 1024, ODD_BLOCK] {
-        let bytes = (setting.bytes / 2).next_multiple_of(block);
-        let load = Load::verified(operation, block, bytes);
-        load.run(&side, &segment, MOVED_WITHIN)?
-            .expect_clean(bytes)?;
+    for operation in ["write", "read"] {
+        for block in [64 * 1024, ODD_BLOCK] {
+            let bytes = (setting.bytes / 2).next_multiple_of(block);
+            let load = Load::verified(operation, block, bytes);
+            we_move(setting, url, &segment, &load)?;
+        }
     }
+    let last = Load::verified("write", ODD_BLOCK, last_bytes);
+    we_move(setting, url, &segment, &last)?;
     let status = target.terminate(ENDED_WITHIN)?;
-    ensure!(status.success(), "the C++ target ended with {status}");
+    ensure!(
+        status.success(),
+        "the C++ target ended with {status}: its memory is not as written"
+    );
     Ok(())
 }
 
-fn side(name: &str, setting: Setting, device: &str, url: &str) -> Side {
+/// The C++ bench writes into our target and reads from it.
+fn cpp_bench_initiates(cpp: &Cpp, setting: &Setting, url: &str) -> Result<()> {
+    let target = our_target(setting, url, BENCH_BUFFER)?;
+    for operation in ["write", "read"] {
+        cpp.bench_initiator(setting, url, target.segment(), operation, MOVED_WITHIN)?;
+    }
+    target.stop()
+}
+
+/// Our bench against the C++ one as target.
+fn we_initiate_to_its_bench(cpp: &Cpp, setting: &Setting, url: &str) -> Result<()> {
+    let (target, segment) = cpp.bench_target(setting, url)?;
+    for operation in ["write", "read"] {
+        let load = Load::verified(operation, 64 * 1024, BENCH_BUFFER);
+        // The bench says nothing any more once its buffer is registered, and so may not have it yet.
+        let deadline = Instant::now() + READY_WITHIN;
+        while let Err(error) = we_move(setting, url, &segment, &load) {
+            let text = format!("{error:#}");
+            let early = text.contains("offers no memory") || text.contains("cannot be opened");
+            if !early || Instant::now() >= deadline {
+                return Err(error);
+            }
+        }
+    }
+    let status = target.terminate(ENDED_WITHIN)?;
+    ensure!(status.success(), "the C++ bench ended with {status}");
+    Ok(())
+}
+
+fn our_target(setting: &Setting, url: &str, bytes: u64) -> Result<Target> {
+    Target::start(&side("rerail-target", setting.target_device, url), bytes)
+}
+
+/// Runs `load` against `segment`; nothing may fail.
+fn we_move(setting: &Setting, url: &str, segment: &str, load: &Load) -> Result<()> {
+    let side = side("rerail-initiator", setting.initiator_device, url);
+    let report = load.run(&side, segment, MOVED_WITHIN)?;
+    report.expect_clean(match load.amount {
+        Amount::Bytes(bytes) => bytes,
+        Amount::Seconds(_) => 1,
+    })
+}
+
+fn side(name: &str, device: &str, url: &str) -> Side {
     let side = if device.is_empty() {
         Side::tcp(name)
     } else {
         Side::rdma(name, &[device])
     };
-    debug_assert_eq!(side.protocol, setting.protocol);
     side.with_metadata(url)
-}
-
-/// Where the C++ engine is.
-struct Cpp {
-    python: PathBuf,
-    script: PathBuf,
-}
-
-impl Cpp {
-    /// `RERAIL_CPP_PYTHON` names the Python that has the engine's module; xtask sets it.
-    fn from_env() -> Result<Self> {
-        let python = std::env::var_os("RERAIL_CPP_PYTHON")
-            .context("RERAIL_CPP_PYTHON is not set: run `cargo xtask interop`")?;
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("interop/peer.py");
-        Ok(Self {
-            python: python.into(),
-            script,
-        })
-    }
-
-    fn command(&self, role: &str, setting: Setting, device: &str, url: &str) -> Command {
-        let mut command = Command::new(&self.python);
-        command.arg(&self.script).arg(role);
-        command.args([
-            "--metadata",
-            url,
-            "--protocol",
-            setting.protocol,
-            "--device",
-            device,
-        ]);
-        // Without a store, a name is the host that peers connect to.
-        let name = if url == "P2PHANDSHAKE" {
-            "127.0.0.1".to_owned()
-        } else {
-            format!("cpp-{role}")
-        };
-        command
-            .args(["--name", &name])
-            .env("MC_TCP_BIND_ADDRESS", "127.0.0.1");
-        command
-    }
 }

@@ -38,6 +38,29 @@ impl Store {
         })
     }
 
+    /// The C++ engine's own HTTP server, of the environment whose Python is `python`.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn cpp_http(python: &Path) -> Result<Self> {
+        let address = free_address()?;
+        let (host, port) = host_and_port(&address)?;
+        let mut command = Command::new(python);
+        command.args([
+            "-m",
+            "mooncake.http_metadata_server",
+            "--log-level",
+            "WARNING",
+        ]);
+        command.args(["--host", host, "--port", port]);
+        Self::start(
+            command,
+            TempDir::new()?,
+            &address,
+            format!("http://{address}/metadata"),
+        )
+    }
+
     /// etcd, from Debian's `etcd-server`.
     ///
     /// # Errors
@@ -67,9 +90,7 @@ impl Store {
     /// If it is not installed or does not come up.
     pub fn redis() -> Result<Self> {
         let address = free_address()?;
-        let (host, port) = address
-            .split_once(':')
-            .context("an address without a port")?;
+        let (host, port) = host_and_port(&address)?;
         let dir = TempDir::new()?;
         let mut command = Command::new("redis-server");
         command
@@ -180,6 +201,10 @@ fn free_address() -> Result<String> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?
         .local_addr()?
         .to_string())
+}
+
+fn host_and_port(address: &str) -> Result<(&str, &str)> {
+    address.split_once(':').context("an address without a port")
 }
 
 fn log_end(dir: &TempDir) -> String {

@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 
 use super::{Context, Stage};
 use crate::guest::{self, ScenarioArgs};
-use crate::{demo, process, setup, tidy, workspace};
+use crate::{demo, interop, process, setup, tidy, workspace};
 
 pub(super) const STAGES: &[Stage] = &[
     Stage {
@@ -30,13 +30,13 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "clippy",
-        budget_s: 270,
+        budget_s: 240,
         full_only: false,
         run: clippy,
     },
     Stage {
         name: "features",
-        budget_s: 210,
+        budget_s: 180,
         full_only: false,
         run: features,
     },
@@ -60,13 +60,19 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "demo",
-        budget_s: 120,
+        budget_s: 90,
         full_only: false,
         run: show,
     },
     Stage {
+        name: "interop",
+        budget_s: 60,
+        full_only: false,
+        run: |_| interop::over_tcp(),
+    },
+    Stage {
         name: "guest",
-        budget_s: 420,
+        budget_s: 450,
         full_only: false,
         run: scenarios,
     },

@@ -13,7 +13,7 @@ use std::process::Command;
 
 use anyhow::{Result, bail};
 
-use crate::process;
+use crate::{cpp_engine, process};
 
 /// What is needed, by purpose. Names are Debian's.
 const PACKAGES: &[(&str, &[&str])] = &[
@@ -61,7 +61,9 @@ const PACKAGES: &[(&str, &[&str])] = &[
 pub(crate) fn run() -> Result<()> {
     check_components()?;
     install_missing()?;
+    let python = cpp_engine::python()?;
     println!("setup: everything is there");
+    println!("setup: the C++ engine for interop: {}", python.display());
     if let Some(dir) = libclang_dir() {
         println!("setup: libclang for the verbs bindings: {}", dir.display());
     }

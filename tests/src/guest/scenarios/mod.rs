@@ -23,6 +23,7 @@ scenarios! {
     rig_faults_and_repair,
     bench_moves_and_verifies,
     bench_two_rails,
+    cpp_engine,
     port_flap_at_the_initiator,
     port_flap_at_the_target,
     both_rails_down,
