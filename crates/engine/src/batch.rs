@@ -169,9 +169,6 @@ impl Batch {
             let transfer = self
                 .engine
                 .launch(segment, &memory, spec, on_finished, &unfenced);
-            if let Some(failure) = segment.life().failure() {
-                transfer.fail(failure);
-            }
             entries.push(Entry {
                 transfer,
                 task,

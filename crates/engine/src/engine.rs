@@ -213,7 +213,8 @@ impl Engine {
     }
 
     /// Starts a transfer to `segment`, whose near end lies in `memory`. What could not be fenced is
-    /// put into `unfenced`.
+    /// put into `unfenced`. Towards a peer that is gone it fails with that reason; for one that
+    /// goes meanwhile, the caller's batch has to be bound to its life.
     pub(crate) fn launch(
         &self,
         segment: &Segment,
@@ -222,6 +223,11 @@ impl Engine {
         on_finished: Arc<dyn OnFinished>,
         unfenced: &Arc<UnfencedError>,
     ) -> Arc<Transfer> {
+        if let Some(failure) = segment.life().failure() {
+            let transfer = Transfer::new(spec, on_finished);
+            transfer.fail(failure);
+            return transfer;
+        }
         match (segment.route(), &self.inner.rdma) {
             (Route::Rdma, Some(rdma)) => rdma.submit(spec, on_finished),
             (Route::Tcp(peer), _) => {

@@ -105,10 +105,6 @@ impl Pending {
         let on_finished = Arc::clone(&entry.task) as Arc<dyn OnFinished>;
         entry.revision = revision;
         entry.transfer = engine.launch(&segment, &entry.memory, spec, on_finished, &entry.unfenced);
-        // A life that ended before the lock was taken did not find it.
-        if let Some(failure) = segment.life().failure() {
-            entry.transfer.fail(failure);
-        }
         true
     }
 }
