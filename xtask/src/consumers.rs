@@ -44,13 +44,13 @@ const CONSUMERS: &[Consumer] = &[
         dir: "transport",
         package: "rerail-transport",
         features: &[],
-        also: &[],
+        also: &["rerail-verbs", "tokio"],
     },
     Consumer {
         dir: "engine",
         package: "rerail-engine",
         features: &[],
-        also: &["tokio"],
+        also: &["rerail-verbs"],
     },
 ];
 
@@ -69,6 +69,7 @@ pub(crate) fn run() -> Result<()> {
         command
             .current_dir(&dir)
             .env("CARGO_TARGET_DIR", workspace::target().join("consumers"))
+            .env("RUSTFLAGS", "-D warnings")
             .args(["run", "--quiet"]);
         process::run(&mut command)
             .with_context(|| format!("the README of {} does not hold", consumer.package))?;
@@ -95,10 +96,15 @@ fn readme_example(consumer: &Consumer) -> Result<String> {
 
 /// The first block of Rust in a page, as a program: as rustdoc does it.
 fn first_example(page: &str) -> Option<String> {
-    let mut lines = page
-        .lines()
-        .skip_while(|line| !line.trim_start().starts_with("```rust"));
-    lines.next()?;
+    let mut lines = page.lines();
+    loop {
+        let fence = lines.by_ref().find(|line| line.starts_with("```"))?;
+        // A block without a language is Rust to rustdoc.
+        if matches!(fence.trim(), "```") || fence.starts_with("```rust") {
+            break;
+        }
+        lines.by_ref().find(|line| line.trim() == "```")?;
+    }
     let code: Vec<_> = lines
         .take_while(|line| line.trim() != "```")
         // rustdoc hides these lines from readers, not from the compiler.
@@ -169,7 +175,10 @@ fn manifest(consumer: &Consumer, root: &Path, table: &str) -> Result<String> {
         let line = table
             .lines()
             .find(|line| line.starts_with(&format!("{name} = ")));
-        text.push_str(line.with_context(|| format!("the workspace does not declare {name}"))?);
+        let line = line.with_context(|| format!("the workspace does not declare {name}"))?;
+        // Neighbours are named by paths within the tree.
+        let crates = format!("path = \"{}/crates/", root.display());
+        text.push_str(&line.replace("path = \"crates/", &crates));
         text.push('\n');
     }
     ensure!(path.is_dir(), "{} is not there", path.display());
@@ -196,5 +205,9 @@ mod tests {
                 .contains("example()")
         );
         assert_eq!(first_example("```sh\nls\n```\n"), None);
+        assert_eq!(
+            first_example("```sh\nls\n```\nText.\n```\n# fn main() {\nf();\n# }\n```\n"),
+            Some("fn main() {\nf();\n}".into())
+        );
     }
 }

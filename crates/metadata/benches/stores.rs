@@ -271,7 +271,10 @@ async fn counted(server: SocketAddr) -> (SocketAddr, Arc<AtomicU64>) {
     let counter = Arc::clone(&bytes);
     tokio::spawn(async move {
         while let Ok((client, _)) = listener.accept().await {
-            let server = TcpStream::connect(server).await.expect("the server");
+            // A client may try once more after the server has ended.
+            let Ok(server) = TcpStream::connect(server).await else {
+                continue;
+            };
             for stream in [&client, &server] {
                 stream.set_nodelay(true).expect("an option");
             }

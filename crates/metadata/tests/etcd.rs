@@ -12,8 +12,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::forward::Forward;
 use common::{
-    BAD_FILES, Eavesdropper, Process, free_port, full, installed, make_certificates, start_again,
-    with_new_ports,
+    BAD_FILES, Eavesdropper, Process, free_port, full, installed, logs, make_certificates,
+    start_again, with_new_ports,
 };
 use rerail_metadata::{
     Change, EtcdStore, Follow, MetadataError, MetadataStore, Secret, StoreOptions, WatchEvent,
@@ -473,6 +473,7 @@ async fn the_size_limit_is_named_before_anything_is_sent() {
 
 #[tokio::test]
 async fn users_are_checked_and_an_expired_or_forgotten_token_is_renewed() {
+    logs::collect();
     let Some(mut cluster) = Cluster::start_with(1, false, &["--auth-token-ttl", "1"]) else {
         return;
     };
@@ -516,6 +517,7 @@ async fn users_are_checked_and_an_expired_or_forgotten_token_is_renewed() {
     let error = store.get("p/a").await.expect_err("wrong password");
     assert!(matches!(error, MetadataError::Refused { .. }), "{error}");
     assert!(!format!("{error} {error:?} {store:?}").contains("s3cret"));
+    logs::assert_without("s3cret");
 }
 
 #[tokio::test]

@@ -2,12 +2,15 @@
 
 #![cfg(all(feature = "http", feature = "server"))]
 
+mod common;
+
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use common::logs;
 use rerail_metadata::server::{MetadataServer, ServerOptions};
 use rerail_metadata::{
     HttpStore, MetadataError, MetadataStore, Secret, StoreOptions, WatchEvent, conformance,
@@ -273,6 +276,7 @@ async fn a_second_server_on_the_same_data_is_an_error_that_names_the_directory()
 
 #[tokio::test]
 async fn without_the_token_nothing_is_read_or_written_and_it_never_shows() {
+    logs::collect();
     let mut options = ServerOptions::default();
     options.token = Some(Secret::new("s3cret"));
     let server = Server::start(options, None).await;
@@ -287,6 +291,7 @@ async fn without_the_token_nothing_is_read_or_written_and_it_never_shows() {
         .await
         .expect("with the token");
     assert!(!format!("{friend:?}{options:?}").contains("s3cret"));
+    logs::assert_without("s3cret");
     let health = plain_client()
         .get(format!("http://{}/health", server.address))
         .send()

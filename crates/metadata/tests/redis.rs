@@ -11,8 +11,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::forward::Forward;
 use common::{
-    BAD_FILES, Eavesdropper, Process, free_port, full, installed, make_certificates, start_again,
-    with_new_ports,
+    BAD_FILES, Eavesdropper, Process, free_port, full, installed, logs, make_certificates,
+    start_again, with_new_ports,
 };
 use rerail_metadata::{
     Change, Follow, MetadataError, MetadataStore, OwnedOptions, OwnedRecords, RedisStore,
@@ -327,6 +327,7 @@ async fn a_store_frozen_for_15_s_is_an_outage_and_nothing_else() {
 
 #[tokio::test]
 async fn users_databases_and_refusals_are_told_apart() {
+    logs::collect();
     let Some(server) = Server::start(&[]) else {
         return;
     };
@@ -371,6 +372,7 @@ async fn users_databases_and_refusals_are_told_apart() {
     let error = store.get("mooncake/a").await.expect_err("wrong password");
     assert!(matches!(error, MetadataError::Refused { .. }), "{error}");
     assert!(!format!("{error} {error:?}").contains("s3cret"));
+    logs::assert_without("s3cret");
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@
 )]
 
 pub mod forward;
+pub mod logs;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
