@@ -54,8 +54,9 @@ const CONSUMERS: &[Consumer] = &[
     },
 ];
 
-/// Runs all of them, then packages the workspace.
-pub(crate) fn run() -> Result<()> {
+/// Runs all of them, then packages the workspace; with `verify` each package is built from what
+/// would be published.
+pub(crate) fn run(verify: bool) -> Result<()> {
     let scratch = Scratch::create()?;
     for consumer in CONSUMERS {
         let example = readme_example(consumer)?;
@@ -75,14 +76,19 @@ pub(crate) fn run() -> Result<()> {
             .with_context(|| format!("the README of {} does not hold", consumer.package))?;
     }
     println!("consumers: cargo package");
+    let mut package = process::cargo();
     // Dirty trees are packaged too: this is a check, nothing is published.
-    process::run(process::cargo().args([
+    package.args([
         "package",
         "--workspace",
         "--locked",
         "--allow-dirty",
         "--quiet",
-    ]))
+    ]);
+    if !verify {
+        package.arg("--no-verify");
+    }
+    process::run(&mut package)
 }
 
 fn readme_example(consumer: &Consumer) -> Result<String> {

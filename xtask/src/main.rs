@@ -72,7 +72,7 @@ fn main() -> ExitCode {
         Task::Interop => interop::run().map(|()| ExitCode::SUCCESS),
         Task::Stores(args) => stores::run(&args).map(|()| ExitCode::SUCCESS),
         Task::Bench { what } => bench::run(what).map(|()| ExitCode::SUCCESS),
-        Task::Consumers => consumers::run().map(|()| ExitCode::SUCCESS),
+        Task::Consumers => consumers::run(true).map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {

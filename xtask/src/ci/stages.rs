@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 
 use super::{Context, Stage};
 use crate::guest::{self, ScenarioArgs};
-use crate::{demo, interop, process, setup, tidy, workspace};
+use crate::{consumers, cpp_engine, demo, interop, process, setup, stores, tidy, workspace};
 
 pub(super) const STAGES: &[Stage] = &[
     Stage {
@@ -30,13 +30,13 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "clippy",
-        budget_s: 240,
+        budget_s: 150,
         full_only: false,
         run: clippy,
     },
     Stage {
         name: "features",
-        budget_s: 180,
+        budget_s: 150,
         full_only: false,
         run: features,
     },
@@ -57,6 +57,18 @@ pub(super) const STAGES: &[Stage] = &[
         budget_s: 420,
         full_only: false,
         run: tests,
+    },
+    Stage {
+        name: "consumers",
+        budget_s: 120,
+        full_only: false,
+        run: consume,
+    },
+    Stage {
+        name: "stores",
+        budget_s: 900,
+        full_only: true,
+        run: |_| stores::run(&stores::StoresArgs::default()),
     },
     Stage {
         name: "demo",
@@ -195,9 +207,12 @@ fn doc(ci: &Context) -> Result<()> {
 /// ends and names a test that hangs; plain cargo runs the same ones, and a test that hangs ends
 /// with the stage. Nobody is made to install it: that takes longer than the tests.
 fn tests(ci: &Context) -> Result<()> {
+    let python = cpp_engine::python()?;
+    let python = python.to_string_lossy();
     // A store that is not there is an error here: `setup` has installed it.
     let env = [
         ("RERAIL_REQUIRE_STORES", "1"),
+        ("RERAIL_CPP_PYTHON", &*python),
         ("RERAIL_FULL", if ci.full { "1" } else { "0" }),
     ];
     if has_nextest() {
@@ -227,6 +242,12 @@ fn has_nextest() -> bool {
         .stderr(Stdio::null())
         .status();
     asked.is_ok_and(|status| status.success())
+}
+
+/// Packages are built from what would be published only with `--full`: it takes as long as all of
+/// the workspace. Without, they are only made, which finds what is missing in a manifest.
+fn consume(ci: &Context) -> Result<()> {
+    consumers::run(ci.full)
 }
 
 /// What the README promises first.
