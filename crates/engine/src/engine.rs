@@ -154,9 +154,8 @@ impl Engine {
 
     /// What the rails to a segment have done.
     pub fn rails(&self, segment: &Segment) -> Vec<RailStats> {
-        let now = self.inner.clock.now();
         let rails = segment.peer().rails().iter();
-        rails.map(|rail| rail.stats(now)).collect()
+        rails.map(|rail| rail.stats()).collect()
     }
 
     /// What batches need of the engine beyond its life.

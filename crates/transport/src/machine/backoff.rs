@@ -31,9 +31,18 @@ impl Backoff {
 
     /// Counts a failed attempt and draws the wait before the next one: in `[step/2, step]`.
     pub fn next_wait(&mut self, rng: &mut SmallRng) -> Duration {
+        self.next_wait_within(Duration::MAX, rng)
+    }
+
+    /// The same, with a step of at most `max`. An attempt whose step that makes shorter does not
+    /// count: it does not make later waits longer.
+    pub fn next_wait_within(&mut self, max: Duration, rng: &mut SmallRng) -> Duration {
         let doublings = self.attempts.min(20);
-        self.attempts = self.attempts.saturating_add(1);
-        let step = self.min.saturating_mul(1 << doublings).min(self.max);
+        let full = self.min.saturating_mul(1 << doublings).min(self.max);
+        let step = full.min(max);
+        if step == full {
+            self.attempts = self.attempts.saturating_add(1);
+        }
         let nanos = u64::try_from(step.as_nanos()).unwrap_or(u64::MAX);
         Duration::from_nanos(rng.random_range(nanos / 2..=nanos))
     }

@@ -16,6 +16,7 @@ use super::config::RdmaConfig;
 use super::data_thread::Clock;
 use super::endpoint::{CLOSED, CloseCause, Endpoint, Input, Offer, Parties, is_same};
 use super::inbox::{EndpointKey, Inbox, Order};
+use super::keeper::{Binding, RailKeeper};
 use super::nic::Nic;
 use super::opening::Opening;
 use super::rail::Rail;
@@ -72,6 +73,7 @@ struct Shared {
     identity: Identity,
     nics: Vec<Arc<Nic>>,
     inboxes: Vec<Arc<Inbox>>,
+    keeper: Arc<RailKeeper>,
     signaling: Arc<dyn Signaling>,
     runtime: runtime::Handle,
     admission: OnceLock<Arc<dyn Admission>>,
@@ -114,13 +116,16 @@ type Mailbox = mpsc::UnboundedSender<Mail>;
 type Answer = Result<Offer, String>;
 
 impl Connector {
-    /// No endpoints yet. `nics` and `inboxes` belong together by position.
+    /// No endpoints yet. `nics` and `inboxes` belong together by position; `keeper` is told what
+    /// becomes of the rails' connections.
+    #[allow(clippy::too_many_arguments)]
     pub fn new(
         config: RdmaConfig,
         clock: Clock,
         identity: Identity,
         nics: Vec<Arc<Nic>>,
         inboxes: Vec<Arc<Inbox>>,
+        keeper: Arc<RailKeeper>,
         signaling: Arc<dyn Signaling>,
         runtime: runtime::Handle,
     ) -> Self {
@@ -131,6 +136,7 @@ impl Connector {
                 identity,
                 nics,
                 inboxes,
+                keeper,
                 signaling,
                 runtime,
                 admission: OnceLock::new(),
@@ -159,8 +165,9 @@ impl Connector {
         self.shared.unfenced.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Connects a rail, or binds it to the endpoint that the peer has opened.
-    pub fn want(&self, rail: &Arc<Rail>) {
+    /// Connects a rail, or binds it to the endpoint that the peer has opened. What becomes of it is
+    /// told under `binding`.
+    pub(super) fn want(&self, rail: &Arc<Rail>, binding: Binding) {
         let local = rail.id().local.0;
         let Some(nic) = self.shared.nics.get(local as usize) else {
             return;
@@ -168,15 +175,19 @@ impl Connector {
         let mut table = self.table();
         let place = (local, rail.peer_nic().path.clone());
         let instance = rail.instance().map(str::to_owned);
-        if let Some(current) = table.current(&place, &instance)
-            && current.mailbox.send(Mail::Bind(Arc::clone(rail))).is_ok()
-        {
-            return;
+        if let Some(current) = table.current(&place, &instance) {
+            rail.set_endpoint(current.key);
+            let bind = Mail::Bind(Arc::clone(rail), binding);
+            if current.mailbox.send(bind).is_ok() {
+                return;
+            }
         }
         let opening = match nic.open_device() {
             Ok(opening) => opening,
             Err(error) => {
-                rail.failed(self.shared.clock.now(), error.to_string());
+                drop(table);
+                let cause = CloseCause::Local(error.to_string());
+                self.shared.keeper.lost(rail, binding, &cause, false);
                 return;
             }
         };
@@ -188,9 +199,22 @@ impl Connector {
             fallback: Some((rail.peer_nic().gid, rail.peer_nic().lid)),
         };
         let mailbox = self.spawn(&mut table, nic, opening, parties);
+        rail.set_endpoint(table.last_key);
         // The task has only just been made: it is there.
-        let _ = mailbox.send(Mail::Bind(Arc::clone(rail)));
+        let _ = mailbox.send(Mail::Bind(Arc::clone(rail), binding));
         let _ = mailbox.send(Mail::Input(Input::Open));
+    }
+
+    /// Gives the endpoint of a rail's binding up. If the rail is only `forgotten`, one that serves
+    /// other rails or the peer stays.
+    pub(super) fn release(&self, rail: &Arc<Rail>, binding: Binding, forgotten: bool) {
+        let mail = Mail::Release {
+            rail: Arc::clone(rail),
+            binding,
+            forgotten,
+        };
+        // One that is gone needs no closing.
+        drop(self.send(rail.endpoint(), mail));
     }
 
     /// Takes a peer's Connection message and returns the answer, or the reason to refuse.

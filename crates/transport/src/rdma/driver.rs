@@ -8,25 +8,27 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rerail_verbs::{Completion, RdmaOpcode, RemoteAddress, Sge, WorkRequest};
+use rerail_verbs::{Completion, RdmaOpcode, RemoteAddress, Sge, WcStatus, WorkRequest};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 
 use super::config::RdmaConfig;
 use super::endpoint::CloseCause;
 use super::inbox::{EndpointKey, Inbox, Order, Report};
-use super::link::{Flight, Lane, Link};
+use super::link::{Cargo, Flight, Lane, Link};
 use super::nic::Nic;
 use super::slab::Slab;
 use super::slice::Slice;
 use super::transfer::Transfer;
 use crate::TransferError;
 use crate::machine::Time;
+use crate::machine::ids::PeerId;
 use crate::machine::verdict::{RequestFault, Verdict, verdict};
 
 mod check;
 mod doubt;
 mod openings;
+mod probe;
 mod settle;
 
 use check::Pace;
@@ -64,6 +66,8 @@ pub struct Driver {
     window_bytes: u64,
     progress_timeout: Duration,
     lanes: Vec<Lane>,
+    /// Lanes that may be used for other rails.
+    free_lanes: Vec<usize>,
     /// Lane at which posting starts, so that none is always last.
     rotation: usize,
     links: Slab<Box<Link>>,
@@ -98,6 +102,7 @@ impl Driver {
             window_bytes: config.window_bytes,
             progress_timeout: config.progress_timeout,
             lanes: Vec::new(),
+            free_lanes: Vec::new(),
             rotation: 0,
             links: Slab::with_capacity(config.endpoints_max),
             link_keys: HashMap::new(),
@@ -116,7 +121,7 @@ impl Driver {
     pub fn step(&mut self, now: Time) -> Activity {
         let mut busy = self.take_orders(now);
         busy |= self.poll(now);
-        busy |= self.take_work(now);
+        busy |= self.take_work();
         busy |= self.post(now);
         self.check(now);
         self.send_reports();
@@ -136,8 +141,10 @@ impl Driver {
         self.flights.keys_into(&mut keys);
         let flights = keys.iter().filter_map(|wr_id| self.flights.remove(*wr_id));
         let mut open: Vec<_> = flights
-            .filter(|flight| !flight.is_probe())
-            .map(|flight| (flight.transfer, flight.slice))
+            .filter_map(|flight| match flight.cargo {
+                Cargo::Slice(transfer, slice) => Some((transfer, slice)),
+                Cargo::Proof | Cargo::Probe(_) => None,
+            })
             .collect();
         self.links.keys_into(&mut keys);
         for key in &keys {
@@ -188,14 +195,10 @@ impl Driver {
                 // An endpoint may serve several rails: a segment that was opened again, under a
                 // record that has changed, has rails of its own between the same NICs.
                 if let Some(key) = self.link_keys.get(&endpoint).copied() {
+                    // One that has broken meanwhile is reported, or has been.
                     let link = self.links.get_mut(key);
                     if link.is_some_and(|link| link.pairs.is_some()) {
-                        self.lanes[lane].link = Some(key);
-                        self.lanes[lane].asked = false;
-                    } else {
-                        // It has broken meanwhile.
-                        rail.suspend(now);
-                        self.strand(lane);
+                        self.lanes[lane].set_link(Some(key));
                     }
                     return;
                 }
@@ -203,8 +206,7 @@ impl Driver {
                 link.opening = self.openings.seen();
                 if let Ok(key) = self.links.insert(link) {
                     self.link_keys.insert(endpoint, key);
-                    self.lanes[lane].link = Some(key);
-                    self.lanes[lane].asked = false;
+                    self.lanes[lane].set_link(Some(key));
                 } else {
                     let cause = "more endpoints than MC_MAX_EP_PER_CTX allows".into();
                     let cause = CloseCause::Broken(cause);
@@ -219,10 +221,13 @@ impl Driver {
             Order::AwaitDrain(endpoint) => self.await_drain(endpoint),
             Order::GiveUp(endpoint) => self.give_up(endpoint, now),
             Order::Unfence(endpoint, cause) => self.unfence(endpoint, &cause, now),
-            Order::Strand(rail) => {
+            Order::Unlink(rail) => {
                 let lane = self.lane(&rail);
+                self.lanes[lane].set_link(None);
                 self.strand(lane);
             }
+            Order::Probe(order) => self.take_probe(order),
+            Order::Share(peer) => self.share(peer),
         }
     }
 
@@ -230,29 +235,45 @@ impl Driver {
         if let Some(slot) = rail.slot() {
             return slot;
         }
-        let slot = self.lanes.len();
+        let lane = Lane::new(Arc::clone(rail));
+        let slot = match self.free_lanes.pop() {
+            Some(slot) => {
+                self.lanes[slot] = lane;
+                slot
+            }
+            None => {
+                self.lanes.push(lane);
+                self.lanes.len() - 1
+            }
+        };
         rail.set_slot(slot);
-        self.lanes.push(Lane {
-            rail: Arc::clone(rail),
-            pending: VecDeque::new(),
-            link: None,
-            asked: false,
-        });
         slot
     }
 
-    fn take_work(&mut self, now: Time) -> bool {
+    /// Reports what waits for a peer and is more than a slice: another rail may take a part.
+    fn share(&mut self, peer: PeerId) {
+        for lane in &self.lanes {
+            if lane.rail.id().peer.peer != peer {
+                continue;
+            }
+            for work in &lane.pending {
+                let slice = u64::from(work.transfer.spec().slicing.slice_bytes);
+                if work.transfer.unclaimed_bytes() > slice {
+                    let transfer = Arc::clone(&work.transfer);
+                    self.unsent.push_back(Report::Stranded(transfer));
+                }
+            }
+        }
+    }
+
+    fn take_work(&mut self) -> bool {
         for taken in 0..TAKE_MAX {
             let Some(work) = self.inbox.work.pop() else {
                 return taken > 0;
             };
             let lane = self.lane(&work.rail);
-            // Work that was routed here while the rail broke goes back at once.
-            if self.lanes[lane].link.is_none() && !work.rail.is_usable(now) {
-                self.unsent.push_back(Report::Stranded(work.dequeue()));
-            } else {
-                self.lanes[lane].pending.push_back(work);
-            }
+            // Work that was routed here while the rail broke is stranded when it would be posted.
+            self.lanes[lane].pending.push_back(work);
         }
         true
     }
@@ -279,7 +300,7 @@ impl Driver {
             let count = match cq.poll(&mut self.completions) {
                 Ok(count) => count,
                 Err(error) => {
-                    self.break_all(&error.to_string(), now);
+                    self.break_all(&error.to_string());
                     return busy;
                 }
             };
@@ -302,74 +323,89 @@ impl Driver {
         let Some(flight) = self.flights.remove(completion.wr_id) else {
             return;
         };
-        let bytes = u64::from(flight.slice.length);
+        let bytes = flight.bytes();
+        let key = flight.link;
+        let done = verdict(completion.status) == Verdict::Done;
         self.in_flight_bytes -= bytes;
-        let Some(link) = self.links.get_mut(flight.link) else {
+        let lane = &mut self.lanes[flight.lane];
+        lane.came_back(if done { bytes } else { 0 }, now);
+        let Some(link) = self.links.get_mut(key) else {
             return;
         };
         link.came_back(flight.queue, bytes, now);
-        let rail = &self.lanes[flight.lane].rail;
-        let verdict = verdict(completion.status);
-        if verdict == Verdict::Done {
-            rail.moved(bytes);
-            if !link.proved {
-                link.proved = true;
-                rail.proved();
-            }
+        if done {
+            lane.rail.moved(bytes);
             self.pace.completed_bytes += bytes;
-            let key = flight.link;
-            if self.doubts_reads {
-                self.believe_or_doubt(flight, now);
-            } else {
-                flight.transfer.complete(flight.slice);
-            }
-            self.settle_if_drained(key);
+            self.succeeded(flight, now);
         } else {
-            rail.abandoned(bytes);
-            // A length error is not held against the request: lost packets on soft-RoCE cause it
-            // as well (its retransmissions are not exact), and so do ends that disagree on the MTU.
-            let mut cause = CloseCause::Broken(format!("{} of {bytes} bytes", completion.status));
-            if let Verdict::Request(RequestFault::RemoteKey | RequestFault::LocalKey) = verdict
-                && !flight.is_probe()
-            {
-                let error = request_error(&flight, rail, completion);
-                cause = CloseCause::BadRequest(error.to_string());
-                flight.transfer.fail(error);
-            }
-            let Flight {
-                transfer,
-                slice,
-                link: key,
-                ..
-            } = flight;
-            if slice.length > 0 {
-                link.abandoned.push((transfer, slice));
-            }
-            self.break_link_for(key, cause, now);
-            self.settle_if_drained(key);
+            lane.rail.abandoned(bytes);
+            self.failed(flight, completion.status);
+        }
+        self.settle_if_drained(key);
+    }
+
+    fn succeeded(&mut self, flight: Flight, now: Time) {
+        if let Cargo::Probe(probe) = flight.cargo {
+            self.probe_came_back(flight.lane, probe);
+        }
+        if self.doubts_reads {
+            self.believe_or_doubt(flight, now);
+        } else if let Cargo::Slice(transfer, slice) = flight.cargo {
+            transfer.complete(slice);
         }
     }
 
-    fn post(&mut self, now: Time) -> bool {
-        if !self.nic.is_gate_open() {
-            return false;
+    fn failed(&mut self, flight: Flight, status: WcStatus) {
+        let (key, bytes) = (flight.link, flight.bytes());
+        // A length error is not held against the request: lost packets on soft-RoCE cause it as
+        // well (its retransmissions are not exact), and so do ends that disagree on the MTU.
+        let mut cause = CloseCause::Failed { status, bytes };
+        match flight.cargo {
+            Cargo::Slice(transfer, slice) => {
+                if let Verdict::Request(RequestFault::RemoteKey | RequestFault::LocalKey) =
+                    verdict(status)
+                {
+                    let rail = &self.lanes[flight.lane].rail;
+                    let error = request_error(&transfer, slice, rail, status);
+                    let reason = error.to_string();
+                    cause = CloseCause::BadRequest { status, reason };
+                    transfer.fail(error);
+                }
+                if let Some(link) = self.links.get_mut(key) {
+                    link.abandoned.push((transfer, slice));
+                }
+            }
+            Cargo::Probe(probe) => self.probe_failed(flight.lane, probe, status),
+            Cargo::Proof => {}
         }
+        self.break_link_for(key, cause);
+    }
+
+    fn post(&mut self, now: Time) -> bool {
+        let is_gate_open = self.nic.is_gate_open();
         let mut busy = false;
         let lanes = self.lanes.len();
         self.rotation = self.rotation.wrapping_add(1);
         for step in 0..lanes {
-            let lane = (self.rotation.wrapping_add(step)) % lanes;
-            if self.lanes[lane].pending.is_empty() {
+            let index = (self.rotation.wrapping_add(step)) % lanes;
+            let lane = &self.lanes[index];
+            let has_probe = lane.probe.as_ref().is_some_and(|probe| probe.left == 0);
+            if has_probe && is_gate_open {
+                busy |= self.post_probe(index, now);
+            }
+            let lane = &self.lanes[index];
+            if lane.pending.is_empty() {
                 continue;
             }
-            if let Some(key) = self.lanes[lane].link {
-                while self.post_batch(lane, key, now) {
-                    busy = true;
+            match lane.link().filter(|_| lane.rail.is_proved()) {
+                Some(key) if is_gate_open => {
+                    while self.post_batch(index, key, now) {
+                        busy = true;
+                    }
                 }
-            } else if !self.lanes[lane].asked {
-                self.lanes[lane].asked = true;
-                let rail = Arc::clone(&self.lanes[lane].rail);
-                self.unsent.push_back(Report::Connect(rail));
+                Some(_) => {}
+                // Whoever routed it here did not know yet.
+                None => self.strand(index),
             }
         }
         busy
@@ -397,7 +433,10 @@ impl Driver {
             };
             let Some(slice) = work.transfer.claim() else {
                 if let Some(done) = lane.pending.pop_front() {
-                    drop(done.dequeue());
+                    let transfer = done.dequeue();
+                    if transfer.has_work() {
+                        self.unsent.push_back(Report::Stranded(transfer));
+                    }
                 }
                 continue;
             };
@@ -414,8 +453,7 @@ impl Driver {
                 continue;
             };
             let flight = Flight {
-                transfer,
-                slice,
+                cargo: Cargo::Slice(transfer, slice),
                 lane: lane_index,
                 link: key,
                 queue,
@@ -426,12 +464,15 @@ impl Driver {
                     self.batch.push(request);
                 }
                 Err(flight) => {
-                    flight.transfer.unclaim(slice);
+                    if let Some(transfer) = flight.transfer() {
+                        transfer.unclaim(slice);
+                    }
                     break;
                 }
             }
             let bytes = u64::from(slice.length);
             link.posted(queue, bytes, now);
+            lane.posted(now);
             lane.rail.posted(bytes);
             self.in_flight_bytes += bytes;
         }
@@ -444,7 +485,7 @@ impl Driver {
                 let cause = (!error.is_queue_full()).then(|| error.to_string());
                 self.take_back(error.posted + error.in_doubt, now);
                 if let Some(cause) = cause {
-                    self.break_link(key, &cause, now);
+                    self.break_link(key, &cause);
                 }
                 false
             }
@@ -457,20 +498,25 @@ impl Driver {
             let Some(flight) = self.flights.remove(self.batch[index].wr_id) else {
                 continue;
             };
-            let bytes = u64::from(flight.slice.length);
+            let bytes = flight.bytes();
             self.in_flight_bytes -= bytes;
+            let lane = &mut self.lanes[flight.lane];
+            lane.came_back(0, now);
+            lane.rail.abandoned(bytes);
             if let Some(link) = self.links.get_mut(flight.link) {
                 link.came_back(flight.queue, bytes, now);
-                self.lanes[flight.lane].rail.abandoned(bytes);
             }
-            flight.transfer.unclaim(flight.slice);
+            let Cargo::Slice(transfer, slice) = flight.cargo else {
+                continue;
+            };
+            transfer.unclaim(slice);
             // It may have been taken off its lane as fully claimed: nobody else would find it.
             let told = matches!(
                 self.unsent.back(),
-                Some(Report::Stranded(last)) if Arc::ptr_eq(last, &flight.transfer)
+                Some(Report::Stranded(last)) if Arc::ptr_eq(last, &transfer)
             );
-            if !told && flight.transfer.has_work() {
-                self.unsent.push_back(Report::Stranded(flight.transfer));
+            if !told && transfer.has_work() {
+                self.unsent.push_back(Report::Stranded(transfer));
             }
         }
     }
@@ -517,25 +563,25 @@ fn work_request(
 
 /// The error of a request that is itself at fault.
 fn request_error(
-    flight: &Flight,
+    transfer: &Transfer,
+    slice: Slice,
     rail: &super::rail::Rail,
-    completion: &Completion,
+    status: WcStatus,
 ) -> TransferError {
-    let spec = flight.transfer.spec();
-    let offset = flight.slice.offset;
-    if completion.status == rerail_verbs::WcStatus::RemAccessErr {
+    let spec = transfer.spec();
+    if status == WcStatus::RemAccessErr {
         TransferError::RemoteAccess {
             peer: rail.segment().to_owned(),
             rail: rail.to_string(),
-            addr: spec.remote.addr() + offset,
-            length: flight.slice.length,
+            addr: spec.remote.addr() + slice.offset,
+            length: slice.length,
         }
     } else {
         TransferError::Refused {
             rail: rail.to_string(),
-            addr: spec.local.addr() + offset,
-            length: flight.slice.length,
-            cause: completion.status.to_string(),
+            addr: spec.local.addr() + slice.offset,
+            length: slice.length,
+            cause: status.to_string(),
         }
     }
 }

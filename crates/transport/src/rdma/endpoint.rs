@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use rerail_verbs::Gid;
 
+use super::signaling::SignalError;
 use crate::machine::{Machine, Time};
 
 mod action;
@@ -254,12 +255,14 @@ impl Endpoint {
         self.act(Action::Attach);
     }
 
-    fn replied(&mut self, now: Time, reply: Result<Offer, String>) {
+    fn replied(&mut self, now: Time, reply: Result<Offer, SignalError>) {
         match (&self.state, reply) {
-            (State::Offered, Err(reason)) if reason.starts_with(closing::OTHER_INSTANCE) => {
+            (State::Offered, Err(SignalError::Refused(reason)))
+                if reason.starts_with(closing::OTHER_INSTANCE) =>
+            {
                 self.close(now, CloseCause::PeerRestarted(reason));
             }
-            (State::Offered, Err(reason)) => self.close(now, CloseCause::Refused(reason)),
+            (State::Offered, Err(error)) => self.close(now, unanswered(error)),
             (State::Offered, Ok(offer))
                 if !is_same(&self.parties.peer_instance, &offer.instance) =>
             {
@@ -295,10 +298,10 @@ impl Endpoint {
         }
     }
 
-    fn acknowledged(&mut self, now: Time, reply: Result<(), String>) {
+    fn acknowledged(&mut self, now: Time, reply: Result<(), SignalError>) {
         match (&self.state, reply) {
             (State::Acknowledging, Ok(())) => self.connected(),
-            (State::Acknowledging, Err(reason)) => self.close(now, CloseCause::Refused(reason)),
+            (State::Acknowledging, Err(error)) => self.close(now, unanswered(error)),
             _ => {}
         }
     }
@@ -449,6 +452,14 @@ impl Endpoint {
             instance: self.parties.instance.clone(),
             peer_instance: self.parties.peer_instance.clone(),
         }
+    }
+}
+
+/// Why an endpoint closes whose message was not answered with an offer.
+fn unanswered(error: SignalError) -> CloseCause {
+    match error {
+        SignalError::Refused(reason) => CloseCause::Refused(reason),
+        SignalError::NoAnswer(_) => CloseCause::NoAnswer(error.to_string()),
     }
 }
 

@@ -6,13 +6,15 @@
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::thread::Thread;
+use std::time::Duration;
 
 use crossbeam::queue::ArrayQueue;
-use rerail_verbs::QueuePair;
+use rerail_verbs::{QueuePair, RemoteAddress, WcStatus};
 
 use super::endpoint::CloseCause;
 use super::rail::Rail;
 use super::transfer::Transfer;
+use crate::machine::ids::{PeerId, RailId};
 
 /// Transfers that may wait for a data thread, per NIC.
 pub const WORK_MAX: usize = 4096;
@@ -32,20 +34,31 @@ pub struct Work {
 }
 
 impl Work {
-    /// Puts work into a rail's account until [`dequeue`](Self::dequeue).
-    pub fn queue(transfer: &Arc<Transfer>, rail: &Arc<Rail>, share_bytes: u64) -> Self {
+    /// Puts work into a rail's account until [`dequeue`](Self::dequeue). `None` if the rail's NIC
+    /// has the transfer already.
+    pub fn queue(transfer: &Arc<Transfer>, rail: &Arc<Rail>, share_bytes: u64) -> Option<Self> {
+        if !transfer.begin_offer(rail.id().local) {
+            return None;
+        }
         rail.queued(share_bytes);
-        Self {
+        Some(Self {
             transfer: Arc::clone(transfer),
             rail: Arc::clone(rail),
             share_bytes,
-        }
+        })
     }
 
-    /// The transfer, which the rail no longer has to work on.
+    /// The transfer, which the rail no longer has to work on. Whoever had a reason to offer it to
+    /// this NIC meanwhile has not: if there is something to claim by now, it is to be offered.
     pub fn dequeue(self) -> Arc<Transfer> {
-        self.rail.dequeued(self.share_bytes);
+        self.take_off();
         self.transfer
+    }
+
+    /// Takes it off the rail's account. Once, when it is dropped next.
+    pub(super) fn take_off(&self) {
+        self.rail.dequeued(self.share_bytes);
+        self.transfer.end_offer(self.rail.id().local);
     }
 }
 
@@ -79,15 +92,48 @@ pub enum Order {
     /// The endpoint's queue pairs could not be stopped in time: what is in flight on it ends as
     /// unfenced, with this cause.
     Unfence(EndpointKey, String),
-    /// The rail could not be connected: give its work back.
-    Strand(Arc<Rail>),
+    /// The rail does not use its endpoint any more.
+    Unlink(Arc<Rail>),
+    /// Probe the rail.
+    Probe(Probe),
+    /// One more rail leads to the peer: report what waits for it, so that it can be shared.
+    Share(PeerId),
+}
+
+/// A READ of the engine's own, on each queue pair of a rail's endpoint.
+#[derive(Debug)]
+pub struct Probe {
+    /// The rail.
+    pub rail: Arc<Rail>,
+    /// Names the probe in [`Report::ProbeDone`].
+    pub probe: u64,
+    /// From where. Without bytes, address and key may be 0.
+    pub remote: RemoteAddress,
+    /// Bytes, at most those of the NIC's scratch region.
+    pub length: u32,
 }
 
 /// What a data thread wants of the control side.
 #[derive(Debug)]
 pub enum Report {
-    /// There is work for a rail that is not connected.
-    Connect(Arc<Rail>),
+    /// A probe came back from all queue pairs, or from one with an error.
+    ProbeDone {
+        /// The rail.
+        rail: RailId,
+        /// Which probe.
+        probe: u64,
+        /// Success, or the first status that is none.
+        status: WcStatus,
+    },
+    /// What a rail moved in a time in which it was never without work.
+    Progress {
+        /// The rail.
+        rail: RailId,
+        /// Bytes that arrived.
+        bytes: u64,
+        /// How long it took.
+        took: Duration,
+    },
     /// An endpoint is broken; nothing more is posted on it.
     Broken {
         /// The endpoint.

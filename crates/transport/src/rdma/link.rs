@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use super::inbox::{EndpointKey, Pairs, Work};
+use super::inbox::{EndpointKey, Pairs, Probe, Work};
 use super::rail::Rail;
 use super::slice::Slice;
 use super::transfer::Transfer;
@@ -15,15 +16,111 @@ pub(super) struct Lane {
     pub(super) rail: Arc<Rail>,
     pub(super) pending: VecDeque<Work>,
     /// Key of the link on which its work is posted.
-    pub(super) link: Option<u64>,
-    /// The control side was asked to connect it.
-    pub(super) asked: bool,
+    link: Option<u64>,
+    /// The probe that is to be posted, or is in flight.
+    pub(super) probe: Option<LaneProbe>,
+    /// Work requests in flight, on whatever link.
+    in_flight: u32,
+    meter: Meter,
+    /// Nobody can name the rail any more: the place may be used for another.
+    pub(super) is_free: bool,
+}
+
+/// A probe of a lane.
+pub(super) struct LaneProbe {
+    pub(super) order: Probe,
+    /// Queue pairs that it has not come back from; 0 before it is posted.
+    pub(super) left: u32,
+}
+
+/// Measures what a rail moves while it has work.
+#[derive(Default)]
+struct Meter {
+    bytes: u64,
+    busy: Duration,
+    /// Since when it has work.
+    since: Option<Time>,
+}
+
+impl Lane {
+    pub(super) fn new(rail: Arc<Rail>) -> Self {
+        Self {
+            rail,
+            pending: VecDeque::new(),
+            link: None,
+            probe: None,
+            in_flight: 0,
+            meter: Meter::default(),
+            is_free: false,
+        }
+    }
+
+    pub(super) fn link(&self) -> Option<u64> {
+        self.link
+    }
+
+    /// Sets the link on which work is posted, and tells those who choose rails.
+    pub(super) fn set_link(&mut self, link: Option<u64>) {
+        self.link = link;
+        self.rail.set_linked(link.is_some());
+        if link.is_none() {
+            // Whoever hears of the link's end needs no answer.
+            self.probe = None;
+        }
+    }
+
+    /// A work request of it is in flight.
+    pub(super) fn posted(&mut self, now: Time) {
+        if self.in_flight == 0 {
+            self.meter.since = Some(now);
+        }
+        self.in_flight += 1;
+    }
+
+    /// A work request of it came back, having moved `bytes`.
+    pub(super) fn came_back(&mut self, bytes: u64, now: Time) {
+        self.in_flight -= 1;
+        self.meter.bytes += bytes;
+        if self.in_flight == 0 {
+            self.meter.stop(now);
+        }
+    }
+
+    /// Bytes moved and the time that took, once there was work for `enough`.
+    pub(super) fn sample(&mut self, enough: Duration, now: Time) -> Option<(u64, Duration)> {
+        if self.in_flight > 0 {
+            self.meter.stop(now);
+            self.meter.since = Some(now);
+        }
+        let Meter { bytes, busy, .. } = self.meter;
+        if bytes == 0 || busy < enough {
+            return None;
+        }
+        self.meter.bytes = 0;
+        self.meter.busy = Duration::ZERO;
+        Some((bytes, busy))
+    }
+
+    /// True once nobody else holds the rail, and nothing of it is left here.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.link.is_none()
+            && self.in_flight == 0
+            && self.pending.is_empty()
+            && Arc::strong_count(&self.rail) == 1
+    }
+}
+
+impl Meter {
+    fn stop(&mut self, now: Time) {
+        if let Some(since) = self.since.take() {
+            self.busy += now.saturating_since(since);
+        }
+    }
 }
 
 /// A work request in flight.
 pub(super) struct Flight {
-    pub(super) transfer: Arc<Transfer>,
-    pub(super) slice: Slice,
+    pub(super) cargo: Cargo,
     /// Position of the lane that it came from.
     pub(super) lane: usize,
     /// Key of its link.
@@ -32,19 +129,31 @@ pub(super) struct Flight {
     pub(super) queue: usize,
 }
 
+/// What a work request is for.
+pub(super) enum Cargo {
+    /// Bytes of a transfer.
+    Slice(Arc<Transfer>, Slice),
+    /// Nothing: its success proves the READ before it (module `driver::doubt`).
+    Proof,
+    /// The probe of its lane's rail with this number.
+    Probe(u64),
+}
+
 impl Flight {
-    /// A flight of no bytes beside this one, whose success proves it.
-    pub(super) fn into_probe(self) -> Self {
-        let slice = Slice {
-            length: 0,
-            ..self.slice
-        };
-        Self { slice, ..self }
+    /// Bytes of transfers in it.
+    pub(super) fn bytes(&self) -> u64 {
+        match &self.cargo {
+            Cargo::Slice(_, slice) => u64::from(slice.length),
+            Cargo::Proof | Cargo::Probe(_) => 0,
+        }
     }
 
-    /// True for a flight that moves no bytes of its transfer.
-    pub(super) fn is_probe(&self) -> bool {
-        self.slice.length == 0
+    /// The transfer that it moves bytes of.
+    pub(super) fn transfer(&self) -> Option<&Arc<Transfer>> {
+        match &self.cargo {
+            Cargo::Slice(transfer, _) => Some(transfer),
+            Cargo::Proof | Cargo::Probe(_) => None,
+        }
     }
 }
 
@@ -72,8 +181,6 @@ pub(super) struct Link {
     pub(super) in_flight_bytes: u64,
     /// The queue pairs are in ERR: what is abandoned is given back once all has come back.
     pub(super) in_error: bool,
-    /// Some work has completed on it.
-    pub(super) proved: bool,
     pub(super) abandoned: Vec<(Arc<Transfer>, Slice)>,
 }
 
@@ -100,7 +207,6 @@ impl Link {
             in_flight: 0,
             in_flight_bytes: 0,
             in_error: false,
-            proved: false,
             abandoned: Vec::new(),
         }
     }
@@ -138,6 +244,13 @@ impl Link {
             .iter_mut()
             .filter_map(|queue| queue.doubtful.take());
         self.abandoned.extend(doubtful);
+    }
+
+    /// Room on each of its queue pairs for one more request.
+    pub(super) fn has_room(&self) -> bool {
+        self.queues
+            .iter()
+            .all(|queue| queue.in_flight < queue.depth)
     }
 
     /// The oldest time since which a queue with work has made no progress.

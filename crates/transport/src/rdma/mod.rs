@@ -6,6 +6,7 @@
 //! | [`transfer`] | accounting of one request: every byte ends exactly once |
 //! | [`slice`](mod@slice) | where a request is cut |
 //! | [`rail`] | peers, and the rails that lead to them |
+//! | [`keeper`] | how the rails stand: the driver of the rail machine |
 //! | [`router`] | which rails a transfer is offered to |
 //! | [`driver`], [`data_thread`] | posting and polling |
 //! | [`inbox`] | the queues between data and control |
@@ -32,6 +33,7 @@ pub mod driver;
 pub mod endpoint;
 pub mod events;
 pub mod inbox;
+pub mod keeper;
 mod link;
 pub mod memory;
 pub mod near;
@@ -40,6 +42,8 @@ mod open;
 pub mod opening;
 mod pairs;
 pub mod rail;
+#[cfg(test)]
+mod rig;
 pub mod router;
 pub mod signaling;
 pub mod slab;

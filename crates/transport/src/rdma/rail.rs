@@ -1,27 +1,28 @@
 //! Peers and the rails that lead to them.
 //!
-//! Thin on purpose: whether a rail may be used is a mark with a back-off here. Rails are shared
-//! between the threads that submit, post and connect, so that all of it is atomics.
+//! Rails are shared between the threads that submit, post and connect, so that all of it is
+//! atomics: a snapshot of what the rail machine has decided, which its driver
+//! ([`keeper`](super::keeper)) stores, and counters of the data thread. Deliberately not here: any
+//! decision.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use rand::SeedableRng;
-use rand::rngs::SmallRng;
-use rerail_verbs::Gid;
+use arc_swap::ArcSwapOption;
+use rerail_verbs::{Gid, RemoteAddress};
 
+pub use crate::machine::rail::RailState;
+
+use super::slice::{Keys, Span};
 use crate::machine::Time;
-use crate::machine::backoff::Backoff;
 use crate::machine::ids::{LocalNic, PeerId, RailId};
+use crate::machine::rail::{RailTraits, nominal_bytes_per_s};
 
-/// Shortest and longest back-off of a rail that failed (design §6).
-const BACKOFF: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
-
-/// How long a data thread keeps a rail from work by itself. The control side answers its report
-/// within milliseconds; were the answer lost, the rail must not be.
-const SUSPENSION: Duration = Duration::from_secs(1);
+/// How long no memory of a peer is probed after a key of it was refused: it may not be meant to be
+/// read.
+const MEMORY_REFUSED: Duration = Duration::from_secs(60);
 
 /// A NIC of a peer, as its record describes it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -39,13 +40,36 @@ pub struct PeerNic {
 /// A peer: one segment of one instance, with all rails that lead to it.
 #[derive(Debug)]
 pub struct Peer {
+    shared: Arc<Shared>,
+    nics: Vec<PeerNic>,
+    rails: Vec<Arc<Rail>>,
+}
+
+/// What all rails to a peer share.
+#[derive(Debug)]
+struct Shared {
     id: PeerId,
     segment: String,
     server: String,
     instance: Option<String>,
-    restarted: Arc<AtomicBool>,
-    nics: Vec<PeerNic>,
-    rails: Vec<Arc<Rail>>,
+    restarted: AtomicBool,
+    gone: AtomicBool,
+    /// Nanoseconds of the time at which it was last sent to.
+    used_at: AtomicU64,
+    /// Nanoseconds of the time at which further rails are tried, while work waits for one; else 0.
+    widen_at: AtomicU64,
+    /// Memory that probes read.
+    memory: ArcSwapOption<ProbedMemory>,
+    /// Nanoseconds of the time before which no memory is probed.
+    memory_refused_until: AtomicU64,
+}
+
+/// A part of a peer's registered memory.
+#[derive(Debug)]
+struct ProbedMemory {
+    addr: u64,
+    length: u64,
+    rkeys: Arc<Keys>,
 }
 
 /// What a peer is made of.
@@ -67,20 +91,27 @@ impl Peer {
     /// A peer with one rail from each of `locals` (names of the own NICs, in order) to each of its
     /// NICs.
     pub fn new(spec: PeerSpec, locals: &[String]) -> Arc<Self> {
-        let restarted = Arc::new(AtomicBool::new(false));
-        let mut rails = Vec::with_capacity(locals.len() * spec.nics.len());
-        for (local, name) in locals.iter().enumerate() {
-            for nic in &spec.nics {
-                let id = RailId::new(LocalNic(local as u32), spec.id, nic.index);
-                rails.push(Arc::new(Rail::new(id, name, nic, &spec, &restarted)));
-            }
-        }
-        Arc::new(Self {
+        let shared = Arc::new(Shared {
             id: spec.id,
             segment: spec.segment,
             server: spec.server,
             instance: spec.instance,
-            restarted,
+            restarted: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
+            used_at: AtomicU64::new(0),
+            widen_at: AtomicU64::new(0),
+            memory: ArcSwapOption::empty(),
+            memory_refused_until: AtomicU64::new(0),
+        });
+        let mut rails = Vec::with_capacity(locals.len() * spec.nics.len());
+        for (local, name) in locals.iter().enumerate() {
+            for nic in &spec.nics {
+                let id = RailId::new(LocalNic(local as u32), shared.id, nic.index);
+                rails.push(Arc::new(Rail::new(id, name, nic, &shared)));
+            }
+        }
+        Arc::new(Self {
+            shared,
             nics: spec.nics,
             rails,
         })
@@ -88,55 +119,87 @@ impl Peer {
 
     /// True if it is what `spec` describes, whatever its number: its rails can be used on.
     pub fn is_same(&self, spec: &PeerSpec) -> bool {
-        self.segment == spec.segment
-            && self.server == spec.server
-            && self.instance == spec.instance
+        self.segment() == spec.segment
+            && self.server() == spec.server
+            && self.shared.instance == spec.instance
             && self.nics == spec.nics
     }
 
     /// Its number.
     pub fn id(&self) -> PeerId {
-        self.id
+        self.shared.id
     }
 
     /// Name of its segment.
     pub fn segment(&self) -> &str {
-        &self.segment
+        &self.shared.segment
     }
 
     /// Server name of its NIC paths.
     pub fn server(&self) -> &str {
-        &self.server
+        &self.shared.server
     }
 
     /// Its instance, if it is a Rerail peer.
     pub fn instance(&self) -> Option<&str> {
-        self.instance.as_deref()
+        self.shared.instance.as_deref()
     }
 
     /// True once another process has answered in its place: its addresses mean nothing any more.
     pub fn is_restarted(&self) -> bool {
-        self.restarted.load(Ordering::Acquire)
+        self.shared.restarted.load(Ordering::Acquire)
+    }
+
+    /// True once its record is withdrawn or superseded.
+    pub fn is_gone(&self) -> bool {
+        self.shared.gone.load(Ordering::Acquire)
     }
 
     /// All rails to it, by local NIC and then by peer NIC.
     pub fn rails(&self) -> &[Arc<Rail>] {
         &self.rails
     }
-}
 
-/// How a rail stands.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[repr(u8)]
-pub enum RailState {
-    /// Not connected, and nothing speaks against it.
-    Idle,
-    /// Being connected.
-    Connecting,
-    /// Connected.
-    Up,
-    /// Not used until its back-off ends.
-    Down,
+    pub(super) fn set_gone(&self) {
+        self.shared.gone.store(true, Ordering::Release);
+    }
+
+    /// Notes that there is work for it, and which of its memory probes may read.
+    pub(super) fn used(&self, now: Time, remote: &Span) {
+        let shared = &self.shared;
+        shared.used_at.store(now.as_nanos(), Ordering::Relaxed);
+        if shared.memory.load().is_none()
+            && now.as_nanos() >= shared.memory_refused_until.load(Ordering::Relaxed)
+            && let Some((addr, length, rkeys)) = remote.at(0)
+        {
+            shared.memory.store(Some(Arc::new(ProbedMemory {
+                addr,
+                length,
+                rkeys: Arc::clone(rkeys),
+            })));
+        }
+    }
+
+    /// Called while work waits for a rail: true once every `patience`.
+    pub(super) fn waits_too_long(&self, now: Time, patience: Duration) -> bool {
+        let widen_at = &self.shared.widen_at;
+        let due = widen_at.load(Ordering::Relaxed);
+        let is_over = due != 0 && now.as_nanos() >= due;
+        if due == 0 || is_over {
+            widen_at.store((now + patience).as_nanos(), Ordering::Relaxed);
+        }
+        is_over
+    }
+
+    /// There is a rail for its work.
+    pub(super) fn waits_no_more(&self) {
+        self.shared.widen_at.store(0, Ordering::Relaxed);
+    }
+
+    /// When there was last work for it.
+    pub(super) fn used_at(&self) -> Time {
+        Time::from_nanos(self.shared.used_at.load(Ordering::Relaxed))
+    }
 }
 
 /// What a rail has done.
@@ -148,7 +211,7 @@ pub struct RailStats {
     pub peer: String,
     /// Bytes moved.
     pub bytes: u64,
-    /// Endpoints that broke, and connections that failed.
+    /// Endpoints that broke, connections and probes that failed.
     pub errors: u64,
     /// State.
     pub state: RailState,
@@ -159,65 +222,60 @@ pub struct Rail {
     id: RailId,
     local_name: String,
     nic: PeerNic,
-    server: String,
-    segment: String,
-    instance: Option<String>,
-    /// Shared by all rails to the peer.
-    peer_restarted: Arc<AtomicBool>,
+    peer: Arc<Shared>,
+    /// What the machine says. Written by its driver only.
     state: AtomicU8,
-    /// Nanoseconds of the time before which the rail is not to be used.
-    down_until: AtomicU64,
+    /// The data thread has a link for it. Written by the data thread only.
+    linked: AtomicBool,
+    /// The machine was told that there is work for it.
+    wanted: AtomicBool,
+    /// Measured rate; 0 before it is known.
+    bytes_per_s: AtomicU64,
+    /// Rate of the ports.
+    nominal_bytes_per_s: AtomicU64,
+    same_subnet: AtomicBool,
+    /// The endpoint that it was last bound to. Written by the connector only.
+    endpoint: AtomicU64,
     in_flight_bytes: AtomicU64,
     queued_bytes: AtomicU64,
     bytes: AtomicU64,
     errors: AtomicU64,
     /// Position in the data thread's list; `u32::MAX` before it knows the rail.
     slot: AtomicU32,
-    trouble: Mutex<Trouble>,
-}
-
-struct Trouble {
-    backoff: Backoff,
-    rng: SmallRng,
-    last: Option<String>,
+    trouble: Mutex<Option<String>>,
 }
 
 impl Rail {
-    fn new(
-        id: RailId,
-        local_name: &str,
-        nic: &PeerNic,
-        peer: &PeerSpec,
-        peer_restarted: &Arc<AtomicBool>,
-    ) -> Self {
-        // Jitter has to differ between rails, and to repeat under a seed.
-        let seed = peer.id.0.rotate_left(32) ^ u64::from(nic.index) << 16 ^ u64::from(id.local.0);
+    fn new(id: RailId, local_name: &str, nic: &PeerNic, peer: &Arc<Shared>) -> Self {
         Self {
             id,
             local_name: local_name.to_owned(),
             nic: nic.clone(),
-            server: peer.server.clone(),
-            segment: peer.segment.clone(),
-            instance: peer.instance.clone(),
-            peer_restarted: Arc::clone(peer_restarted),
-            state: AtomicU8::new(RailState::Idle as u8),
-            down_until: AtomicU64::new(0),
+            peer: Arc::clone(peer),
+            state: AtomicU8::new(to_u8(RailState::HalfOpen)),
+            linked: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
+            bytes_per_s: AtomicU64::new(0),
+            nominal_bytes_per_s: AtomicU64::new(0),
+            same_subnet: AtomicBool::new(false),
+            endpoint: AtomicU64::new(0),
             in_flight_bytes: AtomicU64::new(0),
             queued_bytes: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             errors: AtomicU64::new(0),
             slot: AtomicU32::new(u32::MAX),
-            trouble: Mutex::new(Trouble {
-                backoff: Backoff::new(BACKOFF.0, BACKOFF.1),
-                rng: SmallRng::seed_from_u64(seed),
-                last: None,
-            }),
+            trouble: Mutex::new(None),
         }
     }
 
     /// Its two ends.
     pub fn id(&self) -> RailId {
         self.id
+    }
+
+    /// Name of the local NIC.
+    pub fn local_name(&self) -> &str {
+        &self.local_name
     }
 
     /// The far end.
@@ -227,27 +285,32 @@ impl Rail {
 
     /// The peer's server name.
     pub fn server(&self) -> &str {
-        &self.server
+        &self.peer.server
     }
 
     /// The peer's segment.
     pub fn segment(&self) -> &str {
-        &self.segment
+        &self.peer.segment
     }
 
     /// The peer's instance.
     pub fn instance(&self) -> Option<&str> {
-        self.instance.as_deref()
+        self.peer.instance.as_deref()
     }
 
-    /// True if work may be given to it at `now`.
-    pub fn is_usable(&self, now: Time) -> bool {
-        self.down_until() <= now
+    /// Its state, as the machine has decided.
+    pub fn state(&self) -> RailState {
+        from_u8(self.state.load(Ordering::Acquire))
     }
 
-    /// When its back-off ends.
-    pub fn down_until(&self) -> Time {
-        Time::from_nanos(self.down_until.load(Ordering::Acquire))
+    /// True if the machine has proved it: it may carry user work.
+    pub fn is_proved(&self) -> bool {
+        matches!(self.state(), RailState::Up | RailState::Suspect)
+    }
+
+    /// True if work that is given to it now can be posted.
+    pub fn is_usable(&self) -> bool {
+        self.is_proved() && self.linked.load(Ordering::Acquire)
     }
 
     /// Bytes that it was given and has not moved.
@@ -255,85 +318,100 @@ impl Rail {
         self.in_flight_bytes.load(Ordering::Relaxed) + self.queued_bytes.load(Ordering::Relaxed)
     }
 
-    /// State at `now`.
-    pub fn state(&self, now: Time) -> RailState {
-        let state = self.state.load(Ordering::Acquire);
-        if state == RailState::Up as u8 {
-            RailState::Up
-        } else if !self.is_usable(now) {
-            RailState::Down
-        } else if state == RailState::Connecting as u8 {
-            RailState::Connecting
-        } else {
-            RailState::Idle
-        }
-    }
-
-    /// State at `now`, with what it has moved.
-    pub fn stats(&self, now: Time) -> RailStats {
+    /// Its state, with what it has moved.
+    pub fn stats(&self) -> RailStats {
         RailStats {
             local: self.local_name.clone(),
             peer: self.nic.path.clone(),
             bytes: self.bytes.load(Ordering::Relaxed),
             errors: self.errors.load(Ordering::Relaxed),
-            state: self.state(now),
+            state: self.state(),
         }
     }
 
     /// The last thing that went wrong on it, in words.
     pub fn last_trouble(&self) -> Option<String> {
-        self.trouble().last.clone()
+        self.trouble().clone()
     }
 
-    /// Keeps new work away at once, until [`failed`](Self::failed) says for how long.
-    pub(super) fn suspend(&self, now: Time) {
-        self.state.store(RailState::Down as u8, Ordering::Release);
-        let until = now + SUSPENSION;
-        self.down_until.store(until.as_nanos(), Ordering::Release);
+    pub(super) fn set_state(&self, state: RailState) {
+        self.state.store(to_u8(state), Ordering::Release);
     }
 
-    /// An endpoint of it broke or could not be connected: no work until the back-off ends.
-    pub(super) fn failed(&self, now: Time, cause: String) {
-        let mut trouble = self.trouble();
-        let Trouble { backoff, rng, .. } = &mut *trouble;
-        let until = now + backoff.next_wait(rng);
-        tracing::warn!(rail = %self, %cause, attempts = backoff.attempts(), "rail down");
-        trouble.last = Some(cause);
-        self.errors.fetch_add(1, Ordering::Relaxed);
-        self.state.store(RailState::Down as u8, Ordering::Release);
-        self.down_until.store(until.as_nanos(), Ordering::Release);
+    /// Notes why it went down, and counts it if it is an error of its own. True for the first.
+    pub(super) fn went_down(&self, cause: String, is_error: bool) -> bool {
+        *self.trouble() = Some(cause);
+        is_error && self.errors.fetch_add(1, Ordering::Relaxed) == 0
     }
 
     /// Another process answered in its peer's place: nothing goes to the peer any more.
-    pub(super) fn peer_restarted(&self, now: Time, cause: String) {
-        self.peer_restarted.store(true, Ordering::Release);
-        self.failed(now, cause);
+    pub(super) fn peer_restarted(&self) {
+        self.peer.restarted.store(true, Ordering::Release);
     }
 
-    /// Marks that somebody connects it. False when it is being connected already, connected, or
-    /// down.
-    pub(super) fn begin_connect(&self, now: Time) -> bool {
-        let connecting = RailState::Connecting as u8;
-        self.state(now) == RailState::Idle
-            && self.state.swap(connecting, Ordering::AcqRel) != connecting
+    pub(super) fn set_linked(&self, linked: bool) {
+        self.linked.store(linked, Ordering::Release);
     }
 
-    /// An endpoint of it is connected. The back-off is forgotten only by
-    /// [`moved`](Self::moved): a connection that breaks at once is no success (report X06).
-    pub(super) fn connected(&self) {
-        self.state.store(RailState::Up as u8, Ordering::Release);
-        self.down_until.store(0, Ordering::Release);
+    pub(super) fn is_wanted(&self) -> bool {
+        self.wanted.load(Ordering::Relaxed)
     }
 
-    /// Its endpoint was closed without blame: it may be connected again at once.
-    pub(super) fn closed(&self) {
-        self.state.store(RailState::Idle as u8, Ordering::Release);
-        self.down_until.store(0, Ordering::Release);
+    /// Sets whether there is work for it, and returns whether there was.
+    pub(super) fn set_wanted(&self, wanted: bool) -> bool {
+        self.wanted.swap(wanted, Ordering::Relaxed)
     }
 
-    /// Work completes on it: errors of the past no longer count.
-    pub(super) fn proved(&self) {
-        self.trouble().backoff.reset();
+    pub(super) fn set_traits(&self, traits: RailTraits) {
+        let nominal = nominal_bytes_per_s(traits);
+        self.nominal_bytes_per_s.store(nominal, Ordering::Relaxed);
+        self.same_subnet
+            .store(traits.same_subnet, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_same_subnet(&self) -> bool {
+        self.same_subnet.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_measured(&self, bytes_per_s: u64) {
+        self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
+    }
+
+    /// The measured rate.
+    pub(super) fn measured_bytes_per_s(&self) -> Option<u64> {
+        Some(self.bytes_per_s.load(Ordering::Relaxed)).filter(|rate| *rate > 0)
+    }
+
+    /// The rate of the ports.
+    pub(super) fn nominal_bytes_per_s(&self) -> u64 {
+        self.nominal_bytes_per_s.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_endpoint(&self, endpoint: u64) {
+        self.endpoint.store(endpoint, Ordering::Release);
+    }
+
+    pub(super) fn endpoint(&self) -> u64 {
+        self.endpoint.load(Ordering::Acquire)
+    }
+
+    /// Memory of the peer that a probe of at most `length` bytes may read, and how much of it.
+    pub(super) fn probed_memory(&self, length: u32) -> Option<(RemoteAddress, u32)> {
+        let memory = self.peer.memory.load();
+        let memory = memory.as_ref()?;
+        let rkey = memory.rkeys.get(self.nic.index as usize)?;
+        let length = u64::from(length).min(memory.length) as u32;
+        let addr = memory.addr;
+        Some((RemoteAddress { addr, rkey }, length))
+    }
+
+    /// A key of the peer's memory was refused.
+    pub(super) fn refuse_memory(&self, now: Time) {
+        let until = now + MEMORY_REFUSED;
+        self.peer
+            .memory_refused_until
+            .store(until.as_nanos(), Ordering::Relaxed);
+        self.peer.memory.store(None);
     }
 
     pub(super) fn queued(&self, bytes: u64) {
@@ -366,9 +444,27 @@ impl Rail {
         self.slot.store(slot as u32, Ordering::Relaxed);
     }
 
-    fn trouble(&self) -> std::sync::MutexGuard<'_, Trouble> {
+    fn trouble(&self) -> std::sync::MutexGuard<'_, Option<String>> {
         // Nothing under the lock can panic half-way, so a poisoned one is whole.
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn to_u8(state: RailState) -> u8 {
+    match state {
+        RailState::Up => 0,
+        RailState::Suspect => 1,
+        RailState::Down => 2,
+        RailState::HalfOpen => 3,
+    }
+}
+
+fn from_u8(state: u8) -> RailState {
+    match state {
+        0 => RailState::Up,
+        1 => RailState::Suspect,
+        2 => RailState::Down,
+        _ => RailState::HalfOpen,
     }
 }
 
@@ -381,40 +477,5 @@ impl fmt::Display for Rail {
 impl fmt::Debug for Rail {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn x06_reconnecting_backs_off_until_work_completes() {
-        let spec = PeerSpec {
-            id: PeerId(1),
-            segment: "seg".into(),
-            server: "host:1".into(),
-            instance: None,
-            nics: vec![PeerNic {
-                index: 0,
-                path: "host:1@rxe0".into(),
-                gid: Gid::NULL,
-                lid: 0,
-            }],
-        };
-        let peer = Peer::new(spec, &["rxe1".into()]);
-        let rail = &peer.rails()[0];
-        let mut waits = Vec::new();
-        for _ in 0..6 {
-            rail.connected();
-            rail.failed(Time::ZERO, "length error".into());
-            waits.push(rail.down_until().as_duration());
-        }
-        assert!(waits[0] <= Duration::from_millis(250), "{waits:?}");
-        assert!(waits[5] >= Duration::from_secs(4), "{waits:?}");
-        rail.proved();
-        rail.failed(Time::ZERO, "again".into());
-        assert!(rail.down_until() <= Time::from_millis(250));
-        assert_eq!(rail.stats(Time::ZERO).errors, 7);
     }
 }

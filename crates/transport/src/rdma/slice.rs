@@ -158,7 +158,7 @@ impl Span {
     }
 
     /// Address of the byte at `offset`, bytes from there to the seam, and the region's keys.
-    pub fn at(&self, offset: u64) -> Option<(u64, u64, &Keys)> {
+    pub fn at(&self, offset: u64) -> Option<(u64, u64, &Arc<Keys>)> {
         let addr = self.addr.checked_add(offset)?;
         let index = self
             .pieces

@@ -18,6 +18,7 @@ use super::rail::Peer;
 use super::slice::{Slice, Slicing, Span};
 use crate::error::TransferError;
 use crate::machine::Time;
+use crate::machine::ids::LocalNic;
 
 /// What is to be moved.
 #[derive(Clone, Debug)]
@@ -59,6 +60,8 @@ pub struct Transfer {
     open: AtomicU64,
     transferred: AtomicU64,
     retried_slices: AtomicU64,
+    /// The local NICs that have it in their queues, a bit each.
+    offered: AtomicU64,
     error: OnceLock<TransferError>,
     /// Takes precedence over `error`: its memory must not be used again.
     unfenced: OnceLock<TransferError>,
@@ -76,6 +79,7 @@ impl Transfer {
             open: AtomicU64::new(length),
             transferred: AtomicU64::new(0),
             retried_slices: AtomicU64::new(0),
+            offered: AtomicU64::new(0),
             error: OnceLock::new(),
             unfenced: OnceLock::new(),
             on_finished,
@@ -114,6 +118,32 @@ impl Transfer {
     /// True while there is something to claim.
     pub fn has_work(&self) -> bool {
         self.cursor.load(Ordering::Acquire) < self.spec.length || !self.returned.is_empty()
+    }
+
+    /// Bytes that nobody has claimed, about: slices that came back count as whole ones.
+    pub fn unclaimed_bytes(&self) -> u64 {
+        let cursor = self.cursor.load(Ordering::Acquire).min(self.spec.length);
+        let returned = self.returned.len() as u64 * u64::from(self.spec.slicing.slice_bytes);
+        (self.spec.length - cursor).saturating_add(returned)
+    }
+
+    /// Notes that it is put into the queue of a local NIC. False if that has it already, and will
+    /// find whatever there is to claim.
+    pub(super) fn begin_offer(&self, local: LocalNic) -> bool {
+        let Some(bit) = 1_u64.checked_shl(local.0) else {
+            return true;
+        };
+        self.offered.fetch_or(bit, Ordering::SeqCst) & bit == 0
+    }
+
+    /// It has left the NIC's queue. Whoever calls this looks for work once more
+    /// ([`has_work`](Self::has_work)): what came back meanwhile was not offered.
+    pub(super) fn end_offer(&self, local: LocalNic) {
+        if let Some(bit) = 1_u64.checked_shl(local.0) {
+            self.offered.fetch_and(!bit, Ordering::SeqCst);
+        }
+        // The look must not come before it.
+        fence(Ordering::SeqCst);
     }
 
     /// The next slice to post. The caller owns it and must end it, with

@@ -15,6 +15,7 @@ use super::driver::Driver;
 use super::endpoint::Offer;
 use super::events::RdmaEvents;
 use super::inbox::{Inbox, Wake};
+use super::keeper::RailKeeper;
 use super::memory::{RegisteredMemory, Registrations};
 use super::nic::Nic;
 use super::rail::{Peer, PeerSpec};
@@ -25,6 +26,7 @@ use super::watch::{NicListener, Parts, Watch};
 use crate::TransportError;
 use crate::event::Events;
 use crate::machine::ids::LocalNic;
+use crate::machine::rail::RailConfig;
 
 /// Reports of data threads that may wait for the control runtime.
 const REPORTS_MAX: usize = 4096;
@@ -92,16 +94,24 @@ impl RdmaTransport {
             .zip(&nics)
             .map(|((drivers, wake), nic)| DataThread::start(nic.name(), drivers, wake, clock))
             .collect::<Result<Vec<_>, _>>()?;
+        let rails = RailConfig {
+            // The endpoint's own time limit says more about what was waited for.
+            connect_timeout: config.limits.connect + Duration::from_secs(1),
+            ..RailConfig::default()
+        };
+        let keeper = Arc::new(RailKeeper::new(clock, nics.clone(), rails, rand::random()));
         let connector = Connector::new(
             config.clone(),
             clock,
             identity.clone(),
             nics.clone(),
             inboxes.clone(),
+            Arc::clone(&keeper),
             signaling,
             runtime.clone(),
         );
-        let router = Arc::new(Router::new(nics.clone(), inboxes, connector.clone(), clock));
+        let router = Router::new(nics.clone(), inboxes, connector.clone(), keeper, clock);
+        let router = Arc::new(router);
         let dispatcher = runtime.spawn(Arc::clone(&router).run(reports));
         Ok(Self {
             runtime,
@@ -180,7 +190,9 @@ impl RdmaTransport {
     /// A peer, with a rail from each NIC to each of its NICs.
     pub fn peer(&self, spec: PeerSpec) -> Arc<Peer> {
         let names: Vec<String> = self.nics.iter().map(|nic| nic.name().to_owned()).collect();
-        Peer::new(spec, &names)
+        let peer = Peer::new(spec, &names);
+        self.router.declare(&peer);
+        peer
     }
 
     /// The router: what the observer says of local gates goes there.

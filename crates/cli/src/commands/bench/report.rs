@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use rerail_engine::{RailState, RailStats};
+use rerail_engine::RailStats;
 use serde::Serialize;
 
 /// Latencies that are kept of a thread; of more, every second one is dropped, again and again.
@@ -195,12 +195,7 @@ fn rail(stats: RailStats) -> Rail {
         peer,
         bytes: stats.bytes,
         errors: stats.errors,
-        state: match stats.state {
-            RailState::Idle => "idle",
-            RailState::Connecting => "connecting",
-            RailState::Up => "up",
-            RailState::Down => "down",
-        },
+        state: stats.state.as_str(),
     }
 }
 

@@ -4,7 +4,7 @@
 //! and without a lock.
 
 use super::Rails;
-use super::io::{LocalGate, RailState};
+use super::io::{LocalGate, RailState, RailTraits};
 use crate::machine::ids::{LocalNic, PeerId, RailId};
 
 /// A rail that carries user work, as it was when the snapshot was made.
@@ -79,6 +79,22 @@ pub fn choose(
         .map(|candidate| candidate.rail)
 }
 
+/// The rate that a rail in `state` is given, of the rate `bytes_per_s` that it can do.
+pub fn share_of(state: RailState, bytes_per_s: u64) -> u64 {
+    match state {
+        RailState::Suspect => (bytes_per_s / SUSPECT_DIVISOR).max(1),
+        _ => bytes_per_s,
+    }
+}
+
+/// The rate of the slower of both ports, in bytes a second.
+pub(crate) fn nominal_bytes_per_s(traits: RailTraits) -> u64 {
+    match traits.speed_mbps {
+        0 => UNKNOWN_BYTES_PER_S,
+        mbps => u64::from(mbps) * 125_000,
+    }
+}
+
 /// What a suspect rail's share is divided by.
 const SUSPECT_DIVISOR: u64 = 4;
 /// Assumed where neither a measurement nor a speed is known: 1 Gbit/s.
@@ -99,17 +115,11 @@ impl Rails {
             // A gate that was never told of is closed, and expected to open.
             alive |= gate != Some(&LocalGate::Dead);
             if rail.is_usable() {
-                let nominal = match rail.traits.speed_mbps {
-                    0 => UNKNOWN_BYTES_PER_S,
-                    mbps => u64::from(mbps) * 125_000,
-                };
+                let nominal = nominal_bytes_per_s(rail.traits);
                 let full = rail.rate.bytes_per_s().unwrap_or(nominal);
                 usable.push(Candidate {
                     rail: *id,
-                    bytes_per_s: match rail.state {
-                        RailState::Suspect => (full / SUSPECT_DIVISOR).max(1),
-                        _ => full,
-                    },
+                    bytes_per_s: share_of(rail.state, full),
                     same_subnet: rail.traits.same_subnet,
                 });
             } else if !rail.wanted && self.gates_open(*id) {

@@ -19,6 +19,18 @@ pub enum RailState {
     HalfOpen,
 }
 
+impl RailState {
+    /// In a word, as it is printed.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Up => "up",
+            Self::Suspect => "suspect",
+            Self::Down => "down",
+            Self::HalfOpen => "half-open",
+        }
+    }
+}
+
 /// Whether a local NIC's port may be used.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum LocalGate {
@@ -49,6 +61,16 @@ pub enum RailCause {
     /// The peer closed its end.
     #[error("the peer closed its end")]
     PeerClosed,
+    /// Our own end was closed for a reason that says nothing against the rail: to be made anew with
+    /// another address, or because work on it had to be stopped at its deadline.
+    #[error("its own end was closed")]
+    Closed,
+    /// Something at the near end failed, such as a post to the queue pair.
+    #[error("{reason}")]
+    Local {
+        /// What, in words.
+        reason: String,
+    },
     /// No connection could be made.
     #[error("no connection: {reason}")]
     Connect {
@@ -84,6 +106,18 @@ pub enum RailCause {
     Retry,
 }
 
+/// What kept a connection from being made.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ConnectFault {
+    /// The peer answered, and refused: it is there, and asking it again is cheap.
+    Refused,
+    /// The peer's control side does not answer.
+    NoAnswer,
+    /// Anything else: queue pairs cannot be made or moved, or ends do not fit. Trying again may
+    /// hold the device's control thread for a second each time.
+    Other,
+}
+
 /// The engine's own probes, in this order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum ProbeKind {
@@ -115,6 +149,12 @@ pub enum Input {
     },
     /// There is work for a rail: connect and prove it, and keep it so.
     Wanted {
+        /// The rail.
+        rail: RailId,
+    },
+    /// There has been no work for a rail for a while: it is not connected or proved any more until
+    /// it is wanted again. One that works stays as it is.
+    Unwanted {
         /// The rail.
         rail: RailId,
     },
@@ -154,6 +194,8 @@ pub enum Input {
         rail: RailId,
         /// Why, in words.
         reason: String,
+        /// Of which kind it was.
+        fault: ConnectFault,
     },
     /// [`Action::Probe`] ended.
     ProbeDone {
@@ -175,8 +217,9 @@ pub enum Input {
     EndpointLost {
         /// The rail.
         rail: RailId,
-        /// Why: [`RailCause::NoProgress`], [`RailCause::QueuePairEvent`] or
-        /// [`RailCause::PeerClosed`].
+        /// Why: [`RailCause::Completion`], [`RailCause::NoProgress`],
+        /// [`RailCause::QueuePairEvent`], [`RailCause::PeerClosed`], [`RailCause::Closed`] or
+        /// [`RailCause::Local`].
         cause: RailCause,
     },
     /// What a rail moved in a time in which it was never without work.

@@ -36,8 +36,9 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rerail_verbs::WcStatus;
 
-pub use choice::{Candidate, NoPath, Path, choose};
-pub use io::{Action, Input, LocalGate, ProbeKind, RailCause, RailState, RailTraits};
+pub(crate) use choice::nominal_bytes_per_s;
+pub use choice::{Candidate, NoPath, Path, choose, share_of};
+pub use io::{Action, ConnectFault, Input, LocalGate, ProbeKind, RailCause, RailState, RailTraits};
 
 use self::blame::{Blame, Culprit};
 use self::health::{Proof, Rail, Step};
@@ -55,6 +56,11 @@ pub struct RailConfig {
     pub backoff_max: Duration,
     /// How often one rail of a peer is tried at least while none of its rails works. 1 s.
     pub last_path_retry: Duration,
+    /// Longest wait after a handshake that the peer refused. 1 s: it answers, so asking is cheap,
+    /// and a NIC that it had withdrawn is to carry work again within 3 s of its return, even if
+    /// nobody tells us of it. Such refusals do not make later waits longer either. The same holds
+    /// for a peer that does not answer while another rail to it works.
+    pub refused_wait_max: Duration,
     /// How long a rail must work before its past is forgotten. 10 s.
     pub stable_after: Duration,
     /// How long a rail stays suspect. 60 s.
@@ -79,6 +85,7 @@ impl Default for RailConfig {
             backoff_min: Duration::from_millis(250),
             backoff_max: Duration::from_secs(30),
             last_path_retry: Duration::from_secs(1),
+            refused_wait_max: Duration::from_secs(1),
             stable_after: Duration::from_secs(10),
             suspect_for: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(10),
@@ -196,6 +203,18 @@ impl Rails {
 
     /// Takes a rail down for an error of its own. `free` asks for a next try without a back-off.
     fn lose(&mut self, now: Time, id: RailId, cause: RailCause, free: bool) {
+        self.lose_within(now, id, cause, free, Duration::MAX);
+    }
+
+    /// The same, with the next try after at most `wait_max`.
+    fn lose_within(
+        &mut self,
+        now: Time,
+        id: RailId,
+        cause: RailCause,
+        free: bool,
+        wait_max: Duration,
+    ) {
         let Some(rail) = self.rails.get_mut(&id) else {
             return;
         };
@@ -210,7 +229,7 @@ impl Rails {
         rail.retry_at = if free && rail.request_faults <= self.config.free_reconnects {
             now
         } else {
-            now + rail.backoff.next_wait(&mut self.rng)
+            now + rail.backoff.next_wait_within(wait_max, &mut self.rng)
         };
         if let Some(peer) = self.peers.get_mut(&id.peer.peer) {
             peer.last_path_at = peer.last_path_at.max(now + self.config.backoff_min);
@@ -466,6 +485,20 @@ impl Rails {
         self.refile_peer(id.peer.peer);
     }
 
+    fn unwanted(&mut self, now: Time, id: RailId) {
+        let Some(rail) = self.rails.get_mut(&id) else {
+            return;
+        };
+        rail.wanted = false;
+        if rail.state == RailState::HalfOpen && rail.proof != Proof::None {
+            if matches!(rail.proof, Proof::Connecting { .. }) {
+                self.drop_endpoint(id);
+            }
+            self.end_proof(now, id);
+        }
+        self.refile_peer(id.peer.peer);
+    }
+
     fn forget(&mut self, now: Time, peer: PeerId) {
         self.shut_all(now, &RailCause::PeerNic, false, |id| id.peer.peer == peer);
         let ids: Vec<_> = self
@@ -507,12 +540,20 @@ impl Rails {
     }
 
     fn endpoint_lost(&mut self, now: Time, id: RailId, cause: RailCause) {
-        if let Some(rail) = self.rails.get_mut(&id) {
-            rail.connected = false;
+        let Some(rail) = self.rails.get_mut(&id) else {
+            return;
+        };
+        rail.connected = false;
+        if rail.state == RailState::HalfOpen && rail.proof == Proof::None {
+            // The peer had connected it, and nobody here wanted it.
+            return;
         }
         match cause {
+            RailCause::Completion(status) if verdict(status) != Verdict::Flushed => {
+                self.completion(now, id, status);
+            }
             RailCause::NoProgress => self.path_error(now, id, cause),
-            RailCause::PeerClosed => self.lose(now, id, cause, true),
+            RailCause::PeerClosed | RailCause::Closed => self.lose(now, id, cause, true),
             _ => self.lose(now, id, cause, false),
         }
     }
@@ -546,6 +587,7 @@ impl Machine for Rails {
         match input {
             Input::Declare { rail, traits } => self.declare(rail, traits),
             Input::Wanted { rail } => self.wanted(now, rail),
+            Input::Unwanted { rail } => self.unwanted(now, rail),
             Input::ForgetPeer { peer } => self.forget(now, peer),
             Input::PeerGone { peer } => {
                 if let Some(entry) = self.peers.get_mut(&peer) {
@@ -565,7 +607,11 @@ impl Machine for Rails {
                 }
             }
             Input::Connected { rail } => self.connected(now, rail),
-            Input::ConnectFailed { rail, reason } => self.connect_failed(now, rail, reason),
+            Input::ConnectFailed {
+                rail,
+                reason,
+                fault,
+            } => self.connect_failed(now, rail, reason, fault),
             Input::ProbeDone {
                 rail,
                 probe,

@@ -1,11 +1,13 @@
 //! How a half-open rail is proved: connect, then two probes, each with a bounded number of places
 //! per NIC.
 
+use std::time::Duration;
+
 use rerail_verbs::WcStatus;
 
 use super::Rails;
 use super::health::{Proof, Step};
-use super::io::{Action, ProbeKind, RailCause, RailState};
+use super::io::{Action, ConnectFault, ProbeKind, RailCause, RailState};
 use crate::machine::Time;
 use crate::machine::ids::{LocalNic, PeerId, RailId};
 use crate::machine::verdict::{RequestFault, Verdict, verdict};
@@ -146,12 +148,31 @@ impl Rails {
         }
     }
 
-    pub(super) fn connect_failed(&mut self, now: Time, id: RailId, reason: String) {
-        if let Some(rail) = self.rails.get_mut(&id)
-            && matches!(rail.proof, Proof::Connecting { .. })
-        {
-            self.lose(now, id, RailCause::Connect { reason }, false);
+    pub(super) fn connect_failed(
+        &mut self,
+        now: Time,
+        id: RailId,
+        reason: String,
+        fault: ConnectFault,
+    ) {
+        let Some(rail) = self.rails.get(&id) else {
+            return;
+        };
+        if !matches!(rail.proof, Proof::Connecting { .. }) {
+            return;
         }
+        // Without another rail the last-path rule bounds the wait, once for the whole peer.
+        let cheap = match fault {
+            ConnectFault::Refused => true,
+            ConnectFault::NoAnswer => self.has_other_usable(id),
+            ConnectFault::Other => false,
+        };
+        let wait_max = if cheap {
+            self.config.refused_wait_max
+        } else {
+            Duration::MAX
+        };
+        self.lose_within(now, id, RailCause::Connect { reason }, false, wait_max);
     }
 
     pub(super) fn probe_done(&mut self, now: Time, id: RailId, probe: u64, status: WcStatus) {

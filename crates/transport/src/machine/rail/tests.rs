@@ -24,6 +24,8 @@ pub(super) struct Rig {
     /// What a connection (first) and a probe (second) end with, if not well.
     pub(super) broken: BTreeMap<RailId, (bool, WcStatus)>,
     pub(super) silent: bool,
+    /// Of which kind the faults of connections are.
+    pub(super) fault: ConnectFault,
     /// Rails whose handshakes are never answered.
     pub(super) mute: BTreeSet<RailId>,
     pub(super) log: Vec<(Time, Action)>,
@@ -37,6 +39,7 @@ impl Rig {
             now: Time::from_millis(100_000),
             broken: BTreeMap::new(),
             silent: false,
+            fault: ConnectFault::NoAnswer,
             mute: BTreeSet::new(),
             log: Vec::new(),
         };
@@ -89,7 +92,11 @@ impl Rig {
                 let refused = self.broken.get(&rail).is_some_and(|(refused, _)| *refused);
                 let reason = "refused".to_owned();
                 let input = if refused {
-                    Input::ConnectFailed { rail, reason }
+                    Input::ConnectFailed {
+                        rail,
+                        reason,
+                        fault: self.fault,
+                    }
                 } else {
                     Input::Connected { rail }
                 };

@@ -360,7 +360,11 @@ impl World {
                         self.nodes[node].endpoints.insert(rail, gids);
                         rail::Input::Connected { rail }
                     }
-                    Err(reason) => rail::Input::ConnectFailed { rail, reason },
+                    Err(reason) => rail::Input::ConnectFailed {
+                        rail,
+                        reason,
+                        fault: rail::ConnectFault::Other,
+                    },
                 };
                 self.nodes[node].rails.handle(now, input);
             }

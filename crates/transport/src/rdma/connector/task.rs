@@ -15,6 +15,7 @@ use super::super::endpoint::{
     Action, CLOSED, CloseCause, Endpoint, Input, LocalEnds, Offer, PeerEnds, Token, is_same,
 };
 use super::super::inbox::{EndpointKey, Inbox, Order, Pairs};
+use super::super::keeper::{Binding, RailKeeper};
 use super::super::nic::Nic;
 use super::super::opening::Opening;
 use super::super::pairs;
@@ -36,7 +37,14 @@ pub(super) enum Mail {
     /// A request of the peer.
     Request(Offer, oneshot::Sender<Answer>),
     /// A rail whose work is to be posted on it.
-    Bind(Arc<Rail>),
+    Bind(Arc<Rail>, Binding),
+    /// A rail that does not use it any more. It is closed, unless the rail is only `forgotten` and
+    /// it serves others.
+    Release {
+        rail: Arc<Rail>,
+        binding: Binding,
+        forgotten: bool,
+    },
     /// A device's event of a queue pair, which may be one of the endpoint's.
     QueuePairEvent(ObjectId, AsyncEventKind),
     /// The data thread has nothing of it any more, but holds these transfers for the fence.
@@ -57,7 +65,9 @@ pub(super) struct EndpointTask {
     pairs: Option<Arc<Pairs>>,
     gate: Arc<AtomicBool>,
     /// The rails whose work is posted on it: mostly one.
-    rails: Vec<Arc<Rail>>,
+    rails: Vec<(Arc<Rail>, Binding)>,
+    /// It was opened by us.
+    opened_here: bool,
     /// The data thread knows the endpoint.
     attached: bool,
     retired: bool,
@@ -89,6 +99,7 @@ impl EndpointTask {
             pairs: None,
             gate: Arc::new(AtomicBool::new(true)),
             rails: Vec::new(),
+            opened_here: false,
             attached: false,
             retired: false,
             last_token: 0,
@@ -100,10 +111,10 @@ impl EndpointTask {
     pub(super) async fn run(mut self, mut mail: mpsc::UnboundedReceiver<Mail>) {
         let clock = self.connector.shared.clock;
         loop {
-            self.retire_if_closing().await;
+            self.retire_if_closing();
             while let Some(action) = self.machine.poll() {
                 self.act(action).await;
-                self.retire_if_closing().await;
+                self.retire_if_closing();
             }
             if self.machine.is_closed() {
                 break;
@@ -130,7 +141,12 @@ impl EndpointTask {
             match late {
                 Mail::Drained(held) => self.held.extend(held),
                 Mail::Request(offer, answer) => self.connector.deliver(offer, answer),
-                Mail::Bind(rail) => self.connector.want(&rail),
+                Mail::Bind(rail, binding) => self.connector.want(&rail, binding),
+                Mail::Release {
+                    rail,
+                    binding,
+                    forgotten,
+                } => self.release_elsewhere(&rail, binding, forgotten),
                 Mail::Input(_) | Mail::Prepared(_) | Mail::QueuePairEvent(..) => {}
             }
         }
@@ -140,7 +156,10 @@ impl EndpointTask {
     async fn read(&mut self, mail: Mail) {
         let now = self.connector.shared.clock.now();
         match mail {
-            Mail::Input(input) => self.machine.handle(now, input),
+            Mail::Input(input) => {
+                self.opened_here |= input == Input::Open;
+                self.machine.handle(now, input);
+            }
             Mail::Prepared(Ok((pairs, local))) => {
                 self.pairs = Some(Arc::new(Pairs(pairs)));
                 self.local = Some(local.clone());
@@ -153,28 +172,16 @@ impl EndpointTask {
                 self.answers.insert(token, answer);
                 self.machine.handle(now, Input::Requested(token, offer));
             }
-            Mail::Bind(rail) => {
-                if self.retired {
-                    self.connector.want(&rail);
-                    return;
-                }
-                // Both the router and the data thread ask for a rail that has its first work.
-                if self.rails.iter().any(|bound| Arc::ptr_eq(bound, &rail)) {
-                    return;
-                }
-                if self.machine.is_connected() && !self.fits(&rail) {
-                    self.reject(&rail).await;
-                    return;
-                }
-                if self.machine.is_connected() {
-                    self.attach(&rail).await;
-                }
-                self.rails.push(rail);
-            }
+            Mail::Bind(rail, binding) => self.bind(rail, binding).await,
+            Mail::Release {
+                rail,
+                binding,
+                forgotten,
+            } => self.release(&rail, binding, forgotten).await,
             Mail::QueuePairEvent(queue_pair, kind) => {
                 let own = |pairs: &Arc<Pairs>| pairs.0.iter().any(|pair| pair.id() == queue_pair);
                 if self.pairs.as_ref().is_some_and(own) {
-                    let cause = CloseCause::Broken(format!("the device reported {kind}"));
+                    let cause = CloseCause::Event(kind);
                     self.machine.handle(now, Input::Close(cause));
                 }
             }
@@ -190,13 +197,10 @@ impl EndpointTask {
             Action::Prepare => self.prepare(),
             Action::Raise(peer) => self.raise(peer),
             Action::Ask(offer) if offer.local_path == offer.peer_path => self.loop_back(offer),
-            Action::Ask(offer) => self.exchange(offer, |reply| {
-                Some(Input::Replied(reply.map_err(|error| error.to_string())))
-            }),
-            Action::Acknowledge(offer) => self.exchange(offer, |reply| {
-                let reply = reply.map(drop).map_err(|error| error.to_string());
-                Some(Input::Acknowledged(reply))
-            }),
+            Action::Ask(offer) => self.exchange(offer, |reply| Some(Input::Replied(reply))),
+            Action::Acknowledge(offer) => {
+                self.exchange(offer, |reply| Some(Input::Acknowledged(reply.map(drop))));
+            }
             Action::TellPeer(offer) => self.exchange(offer, |reply| match reply {
                 Err(SignalError::Refused(text)) if text == CLOSED || text.contains(CPP_CLOSED) => {
                     Some(Input::PeerClosed)
@@ -219,14 +223,21 @@ impl EndpointTask {
             Action::Attach => {
                 self.connector.opened(self.key);
                 tracing::info!(nic = self.nic.name(), peer = %self.peer_path, "connected");
-                let rails = std::mem::take(&mut self.rails).into_iter();
-                let (fitting, others): (Vec<_>, Vec<_>) = rails.partition(|rail| self.fits(rail));
-                self.rails = fitting;
-                for rail in self.rails.clone() {
-                    self.attach(&rail).await;
+                let instance = self.machine.peer_instance();
+                let keeper = Arc::clone(self.keeper());
+                let opened = keeper.opened(self.nic.index(), &self.peer_path, instance);
+                for (rail, _) in &opened {
+                    rail.set_endpoint(self.key);
                 }
-                for rail in others {
-                    self.reject(&rail).await;
+                let rails = std::mem::take(&mut self.rails).into_iter().chain(opened);
+                let (fitting, others): (Vec<_>, Vec<_>) =
+                    rails.partition(|(rail, _)| self.fits(rail));
+                self.rails = fitting;
+                for (rail, binding) in self.rails.clone() {
+                    self.attach(&rail, binding).await;
+                }
+                for (rail, _) in others {
+                    keeper.peer_restarted(&rail);
                 }
             }
             Action::Detach => {
@@ -264,7 +275,7 @@ impl EndpointTask {
             Action::Closed(cause) => {
                 tracing::debug!(nic = self.nic.name(), peer = %self.peer_path, %cause, "closed");
                 // It may never have had queue pairs.
-                self.retire(&cause).await;
+                self.retire(&cause);
             }
         }
     }
@@ -426,11 +437,54 @@ impl EndpointTask {
         self.input(Input::Replied(Ok(reply)));
     }
 
-    async fn attach(&mut self, rail: &Arc<Rail>) {
+    async fn bind(&mut self, rail: Arc<Rail>, binding: Binding) {
+        if self.retired {
+            self.connector.want(&rail, binding);
+            return;
+        }
+        if self.machine.is_connected() && !self.fits(&rail) {
+            // Its addresses are another process's.
+            self.keeper().peer_restarted(&rail);
+            return;
+        }
+        if self.machine.is_connected() {
+            self.attach(&rail, binding).await;
+        }
+        self.rails.retain(|(bound, _)| !Arc::ptr_eq(bound, &rail));
+        self.rails.push((rail, binding));
+    }
+
+    /// The rail does not use the endpoint any more.
+    async fn release(&mut self, rail: &Arc<Rail>, binding: Binding, forgotten: bool) {
+        let here =
+            |(bound, since): &(Arc<Rail>, Binding)| Arc::ptr_eq(bound, rail) && *since == binding;
+        if self.retired || !self.rails.iter().any(here) {
+            self.release_elsewhere(rail, binding, forgotten);
+            return;
+        }
+        self.rails.retain(|bound| !here(bound));
+        if forgotten && (!self.rails.is_empty() || !self.opened_here) {
+            if self.attached {
+                order(&self.inbox, Order::Unlink(Arc::clone(rail))).await;
+            }
+            return;
+        }
+        let cause = CloseCause::Withdrawn("its rail is not used any more".into());
+        let now = self.connector.shared.clock.now();
+        self.machine.handle(now, Input::Close(cause));
+    }
+
+    /// The rail may have been bound to a later endpoint meanwhile.
+    fn release_elsewhere(&self, rail: &Arc<Rail>, binding: Binding, forgotten: bool) {
+        if rail.endpoint() != self.key {
+            self.connector.release(rail, binding, forgotten);
+        }
+    }
+
+    async fn attach(&mut self, rail: &Arc<Rail>, binding: Binding) {
         let Some(pairs) = &self.pairs else {
             return;
         };
-        rail.connected();
         let attach = Order::Attach {
             endpoint: self.key,
             rail: Arc::clone(rail),
@@ -439,6 +493,12 @@ impl EndpointTask {
         };
         self.attached = true;
         order(&self.inbox, attach).await;
+        // After the order: a probe that comes of it finds the queue pairs there.
+        self.keeper().connected(rail, binding);
+    }
+
+    fn keeper(&self) -> &Arc<RailKeeper> {
+        &self.connector.shared.keeper
     }
 
     /// Whether the rail's work is meant for the process at the other end.
@@ -447,38 +507,26 @@ impl EndpointTask {
         is_same(&self.machine.peer_instance().cloned(), &meant)
     }
 
-    /// Turns a rail away whose addresses are another process's.
-    async fn reject(&self, rail: &Arc<Rail>) {
-        let now = self.connector.shared.clock.now();
-        let cause = "the peer was restarted: it answers as another instance";
-        rail.peer_restarted(now, cause.to_owned());
-        order(&self.inbox, Order::Strand(Arc::clone(rail))).await;
-    }
-
-    async fn retire_if_closing(&mut self) {
+    fn retire_if_closing(&mut self) {
         if let Some(cause) = self.machine.close_cause().cloned() {
-            self.retire(&cause).await;
+            self.retire(&cause);
         }
     }
 
-    /// Makes room for the next endpoint, and lets the rail's work go elsewhere. Done once.
-    async fn retire(&mut self, cause: &CloseCause) {
+    /// Makes room for the next endpoint, and tells what became of the rails'. Done once.
+    fn retire(&mut self, cause: &CloseCause) {
         if std::mem::replace(&mut self.retired, true) {
             return;
         }
         self.connector.retire(&self.nic, &self.peer_path, self.key);
-        let now = self.connector.shared.clock.now();
-        for rail in &self.rails {
-            match cause {
-                CloseCause::PeerRebuilt | CloseCause::Withdrawn(_) | CloseCause::BadRequest(_) => {
-                    rail.closed();
-                }
-                CloseCause::PeerRestarted(_) => rail.peer_restarted(now, cause.to_string()),
-                cause => rail.failed(now, cause.to_string()),
+        for (rail, binding) in self.rails.drain(..) {
+            if !self.attached && *cause == CloseCause::PeerRebuilt {
+                // The peer is about to connect us: that is as good.
+                self.connector.want(&rail, binding);
+                continue;
             }
-            if !self.attached {
-                order(&self.inbox, Order::Strand(Arc::clone(rail))).await;
-            }
+            let keeper = &self.connector.shared.keeper;
+            keeper.lost(&rail, binding, cause, self.attached);
         }
     }
 }

@@ -2,11 +2,19 @@
 
 use std::time::Duration;
 
+use super::super::endpoint::CloseCause;
+use super::super::inbox::Report;
 use super::Driver;
 use crate::machine::Time;
 
 /// How often progress and time limits are looked at.
 const CHECK_EVERY: Duration = Duration::from_millis(10);
+
+/// How often places of rails are looked for that nobody uses any more.
+const SWEEP_EVERY: Duration = Duration::from_secs(1);
+
+/// How long a rail has to have had work before its rate is told.
+const SAMPLE: Duration = Duration::from_millis(20);
 
 /// A thread that was not scheduled for longer than this shifts all its deadlines by the gap.
 const GAP: Duration = Duration::from_millis(200);
@@ -30,6 +38,7 @@ const GRANT_MAX: Duration = Duration::from_secs(5);
 pub(super) struct Pace {
     last_step: Time,
     next_check: Time,
+    next_sweep: Time,
     last_check: Time,
     /// Since the last check.
     pub(super) completed_bytes: u64,
@@ -45,6 +54,7 @@ impl Pace {
         Self {
             last_step: now,
             next_check: now,
+            next_sweep: now,
             last_check: now,
             completed_bytes: 0,
             queue_empty: true,
@@ -101,6 +111,35 @@ impl Driver {
             let links = self.links.iter().map(|(_, link)| link.opening);
             self.openings.retain_from(links.min());
         }
+        self.measure_rails(now);
+        if now >= self.pace.next_sweep {
+            self.pace.next_sweep = now + SWEEP_EVERY;
+            self.sweep_lanes();
+        }
+    }
+
+    fn measure_rails(&mut self, now: Time) {
+        // A rate can wait until the control side has caught up.
+        if !self.unsent.is_empty() {
+            return;
+        }
+        for lane in &mut self.lanes {
+            if let Some((bytes, took)) = lane.sample(SAMPLE, now) {
+                let rail = lane.rail.id();
+                self.unsent
+                    .push_back(Report::Progress { rail, bytes, took });
+            }
+        }
+    }
+
+    /// Frees the places of rails whose peers are gone.
+    fn sweep_lanes(&mut self) {
+        for (index, lane) in self.lanes.iter_mut().enumerate() {
+            if !lane.is_free && lane.is_abandoned() {
+                lane.is_free = true;
+                self.free_lanes.push(index);
+            }
+        }
     }
 
     /// Our own thread did not run: the peer is not to blame for the time.
@@ -130,8 +169,7 @@ impl Driver {
             }
         }
         for key in &keys {
-            let cause = format!("nothing completed for {} ms", allowance.as_millis());
-            self.break_link(*key, &cause, now);
+            self.break_link_for(*key, CloseCause::Stalled(allowance));
         }
         self.keys = keys;
     }
@@ -141,7 +179,7 @@ impl Driver {
             lane.pending.retain(|work| {
                 let over = work.transfer.check_cut_off(now);
                 if over {
-                    work.rail.dequeued(work.share_bytes);
+                    work.take_off();
                 }
                 !over
             });
@@ -149,11 +187,12 @@ impl Driver {
         let mut keys = std::mem::take(&mut self.keys);
         keys.clear();
         keys.extend(self.flights.iter().filter_map(|(_, flight)| {
-            let over = now >= flight.transfer.spec().cut_off;
-            (over && flight.transfer.check_cut_off(now)).then_some(flight.link)
+            let transfer = flight.transfer()?;
+            let over = now >= transfer.spec().cut_off;
+            (over && transfer.check_cut_off(now)).then_some(flight.link)
         }));
         for key in &keys {
-            self.break_link(*key, "a transfer on it ran out of time", now);
+            self.break_link_for(*key, CloseCause::CutOff);
         }
         self.keys = keys;
     }

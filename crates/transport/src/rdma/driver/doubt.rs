@@ -15,7 +15,9 @@ use rerail_verbs::{RdmaOpcode, RemoteAddress, WorkRequest};
 
 use super::Driver;
 use crate::machine::Time;
-use crate::rdma::link::Flight;
+use crate::rdma::link::{Cargo, Flight};
+use crate::rdma::slice::Slice;
+use crate::rdma::transfer::Transfer;
 
 /// Vendor that soft-RoCE devices report.
 const SOFT_ROCE_VENDOR: u32 = 0x00ff_ffff;
@@ -36,59 +38,69 @@ impl Driver {
         if let Some((transfer, slice)) = queue.doubtful.take() {
             transfer.complete(slice);
         }
-        if flight.is_probe() {
+        let Flight {
+            cargo, lane, link, ..
+        } = flight;
+        let Cargo::Slice(transfer, slice) = cargo else {
             return;
-        }
-        if flight.transfer.spec().opcode != RdmaOpcode::Read {
-            flight.transfer.complete(flight.slice);
+        };
+        if transfer.spec().opcode != RdmaOpcode::Read {
+            transfer.complete(slice);
             return;
         }
         let empty = queue.in_flight == 0;
-        queue.doubtful = Some((Arc::clone(&flight.transfer), flight.slice));
+        queue.doubtful = Some((Arc::clone(&transfer), slice));
         if empty {
-            self.prove(flight, now);
+            let proof = Flight {
+                cargo: Cargo::Proof,
+                lane,
+                link,
+                queue: flight.queue,
+            };
+            self.prove(proof, &transfer, slice, now);
         }
     }
 
-    /// Posts a READ of no bytes behind `flight`, whose success proves it.
-    fn prove(&mut self, flight: Flight, now: Time) {
-        let (key, queue) = (flight.link, flight.queue);
+    /// Posts a READ of no bytes behind the READ of `slice`, whose success proves it.
+    fn prove(&mut self, proof: Flight, transfer: &Transfer, slice: Slice, now: Time) {
+        let (key, lane, queue) = (proof.link, proof.lane, proof.queue);
         // A link that is broken gives what is in doubt back once it is drained.
         let Some(pairs) = self.links.get_mut(key).and_then(|link| link.open_pairs()) else {
             return;
         };
         // With the READ's own key: soft-RoCE looks the key of a repeated READ up, even of no bytes.
-        let Some(mut probe) = self.probe_of(&flight) else {
-            self.break_link(key, "no key to prove a READ with", now);
+        let peer_nic = self.lanes[lane].rail.peer_nic().index;
+        let Some(mut request) = proof_request(transfer, slice, peer_nic) else {
+            self.break_link(key, "no key to prove a READ with");
             return;
         };
-        let Ok(wr_id) = self.flights.insert(flight.into_probe()) else {
+        let Ok(wr_id) = self.flights.insert(proof) else {
             // As many flights as completions fit; one has just come back, so this cannot be.
-            self.break_link(key, "no room to prove a READ", now);
+            self.break_link(key, "no room to prove a READ");
             return;
         };
+        request.wr_id = wr_id;
         if let Some(link) = self.links.get_mut(key) {
             link.posted(queue, 0, now);
         }
-        probe.wr_id = wr_id;
-        let posted = pairs.0[queue].post(&[probe]);
+        self.lanes[lane].posted(now);
+        let posted = pairs.0[queue].post(&[request]);
         if let Err(error) = posted
             && error.posted + error.in_doubt == 0
         {
             self.flights.remove(wr_id);
+            self.lanes[lane].came_back(0, now);
             if let Some(link) = self.links.get_mut(key) {
                 link.came_back(queue, 0, now);
             }
-            self.break_link(key, &format!("a READ cannot be proved: {error}"), now);
+            self.break_link(key, &format!("a READ cannot be proved: {error}"));
         }
     }
+}
 
-    fn probe_of(&self, flight: &Flight) -> Option<WorkRequest> {
-        let spec = flight.transfer.spec();
-        let (addr, _, rkeys) = spec.remote.at(flight.slice.offset)?;
-        let peer_nic = self.lanes[flight.lane].rail.peer_nic().index;
-        let rkey = rkeys.get(peer_nic as usize)?;
-        let remote = RemoteAddress { addr, rkey };
-        Some(WorkRequest::new(RdmaOpcode::Read, 0, &[], remote))
-    }
+fn proof_request(transfer: &Transfer, slice: Slice, peer_nic: u32) -> Option<WorkRequest> {
+    let (addr, _, rkeys) = transfer.spec().remote.at(slice.offset)?;
+    let rkey = rkeys.get(peer_nic as usize)?;
+    let remote = RemoteAddress { addr, rkey };
+    Some(WorkRequest::new(RdmaOpcode::Read, 0, &[], remote))
 }

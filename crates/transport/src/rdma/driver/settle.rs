@@ -11,6 +11,7 @@ use rerail_verbs::RdmaOpcode;
 
 use super::super::endpoint::CloseCause;
 use super::super::inbox::{EndpointKey, Report};
+use super::super::link::Cargo;
 use super::super::transfer::Transfer;
 use super::Driver;
 use crate::TransferError;
@@ -18,12 +19,12 @@ use crate::machine::Time;
 
 impl Driver {
     /// Stops posting on a link, for a reason that the control side does not know yet.
-    pub(super) fn break_link(&mut self, key: u64, cause: &str, now: Time) {
-        self.break_link_for(key, CloseCause::Broken(cause.to_owned()), now);
+    pub(super) fn break_link(&mut self, key: u64, cause: &str) {
+        self.break_link_for(key, CloseCause::Broken(cause.to_owned()));
     }
 
     /// The same for a cause of any kind.
-    pub(super) fn break_link_for(&mut self, key: u64, cause: CloseCause, now: Time) {
+    pub(super) fn break_link_for(&mut self, key: u64, cause: CloseCause) {
         let Some(link) = self.links.get_mut(key) else {
             return;
         };
@@ -31,21 +32,16 @@ impl Driver {
             return;
         }
         let endpoint = link.endpoint;
-        // Before the work is stranded, so that none of it comes back here. Not when the control
-        // side detaches a link: it has said by then how its rails stand, and says nothing more.
-        for lane in self.lanes.iter().filter(|lane| lane.link == Some(key)) {
-            lane.rail.suspend(now);
-        }
         self.detach(key);
         self.unsent.push_back(Report::Broken { endpoint, cause });
     }
 
     /// Breaks every link: the completion queue is gone.
-    pub(super) fn break_all(&mut self, cause: &str, now: Time) {
+    pub(super) fn break_all(&mut self, cause: &str) {
         let mut keys = std::mem::take(&mut self.keys);
         self.links.keys_into(&mut keys);
         for key in &keys {
-            self.break_link(*key, cause, now);
+            self.break_link(*key, cause);
         }
         self.keys = keys;
     }
@@ -60,8 +56,9 @@ impl Driver {
         }
         for lane in 0..self.lanes.len() {
             // A newer endpoint may have taken a rail over.
-            if self.lanes[lane].link == Some(key) {
-                self.lanes[lane].link = None;
+            if self.lanes[lane].link() == Some(key) {
+                // Before the work is stranded, so that none of it comes back here.
+                self.lanes[lane].set_link(None);
                 self.strand(lane);
             }
         }
@@ -70,7 +67,6 @@ impl Driver {
     /// Gives the work that waits for a rail back to the control side.
     pub(super) fn strand(&mut self, lane: usize) {
         let lane = &mut self.lanes[lane];
-        lane.asked = false;
         while let Some(work) = lane.pending.pop_front() {
             let transfer = work.dequeue();
             if transfer.has_work() {
@@ -111,13 +107,15 @@ impl Driver {
             let Some(flight) = self.flights.remove(*wr_id) else {
                 continue;
             };
-            let bytes = u64::from(flight.slice.length);
+            let bytes = flight.bytes();
             self.in_flight_bytes -= bytes;
+            let lane = &mut self.lanes[flight.lane];
+            lane.came_back(0, now);
+            lane.rail.abandoned(bytes);
             if let Some(link) = self.links.get_mut(key) {
                 link.came_back(flight.queue, bytes, now);
-                self.lanes[flight.lane].rail.abandoned(bytes);
-                if !flight.is_probe() {
-                    link.abandoned.push((flight.transfer, flight.slice));
+                if let Cargo::Slice(transfer, slice) = flight.cargo {
+                    link.abandoned.push((transfer, slice));
                 }
             }
         }
@@ -135,8 +133,8 @@ impl Driver {
             return;
         };
         let in_flight = self.flights.iter().filter(|(_, flight)| flight.link == key);
-        for (_, flight) in in_flight {
-            flight.transfer.unfence(cause);
+        for transfer in in_flight.filter_map(|(_, flight)| flight.transfer()) {
+            transfer.unfence(cause);
         }
         if let Some(link) = self.links.get_mut(key) {
             for (transfer, _) in &link.abandoned {
@@ -196,6 +194,6 @@ pub(super) fn end(report: Report) {
                 transfer.release();
             }
         }
-        Report::Connect(_) | Report::Broken { .. } => {}
+        Report::ProbeDone { .. } | Report::Progress { .. } | Report::Broken { .. } => {}
     }
 }

@@ -1,6 +1,10 @@
 //! What goes into an endpoint and what comes out.
 
-use rerail_verbs::{Gid, Mtu};
+use std::time::Duration;
+
+use rerail_verbs::{AsyncEventKind, Gid, Mtu, WcStatus};
+
+use super::super::signaling::SignalError;
 
 /// A request of the peer that waits for an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -78,17 +82,37 @@ pub struct PeerEnds {
 pub enum CloseCause {
     /// Something at our end failed: creating or moving queue pairs.
     Local(String),
-    /// The peer refused, in its words, or could not be reached.
+    /// The peer refused, in its words.
     Refused(String),
+    /// The peer could not be asked.
+    NoAnswer(String),
     /// The peer's message does not fit ours.
     Mismatch(String),
     /// It took too long.
     Timeout(&'static str),
-    /// Work on it failed, or made no progress.
+    /// Work on it failed with this status.
+    Failed {
+        /// The first completion that was not a success.
+        status: WcStatus,
+        /// Bytes of the request.
+        bytes: u64,
+    },
+    /// Work on it made no progress for this time.
+    Stalled(Duration),
+    /// Work on it had to be stopped: its transfer ran out of time.
+    CutOff,
+    /// The device reported this for one of its queue pairs.
+    Event(AsyncEventKind),
+    /// It cannot be used, for a reason in words.
     Broken(String),
     /// A request was itself at fault, such as one with a key that is no longer valid. That breaks
     /// the queue pair, and says nothing against the rail.
-    BadRequest(String),
+    BadRequest {
+        /// Its status.
+        status: WcStatus,
+        /// The error that it ended with, in words.
+        reason: String,
+    },
     /// The peer is another process than the one that was meant.
     PeerRestarted(String),
     /// The peer asked for it.
@@ -104,7 +128,12 @@ impl std::fmt::Display for CloseCause {
         match self {
             Self::Local(reason) => write!(f, "local error: {reason}"),
             Self::Refused(reason) => write!(f, "the peer refused: {reason}"),
-            Self::BadRequest(reason) => write!(f, "a request was at fault: {reason}"),
+            Self::NoAnswer(reason) => f.write_str(reason),
+            Self::Failed { status, bytes } => write!(f, "{status} of {bytes} bytes"),
+            Self::Stalled(time) => write!(f, "nothing completed for {} ms", time.as_millis()),
+            Self::Event(kind) => write!(f, "the device reported {kind}"),
+            Self::CutOff => f.write_str("a transfer on it ran out of time"),
+            Self::BadRequest { reason, .. } => write!(f, "a request was at fault: {reason}"),
             Self::Mismatch(reason) | Self::Broken(reason) | Self::Withdrawn(reason) => {
                 f.write_str(reason)
             }
@@ -126,9 +155,9 @@ pub enum Input {
     /// Outcome of [`Action::Raise`].
     Raised(Result<(), String>),
     /// Outcome of [`Action::Ask`]: the peer's answer, or its refusal, or why none came.
-    Replied(Result<Offer, String>),
+    Replied(Result<Offer, SignalError>),
     /// Outcome of [`Action::Acknowledge`].
-    Acknowledged(Result<(), String>),
+    Acknowledged(Result<(), SignalError>),
     /// The peer sent a Connection message. Each is answered, refused or passed on, once.
     Requested(Token, Offer),
     /// It is to be closed.

@@ -18,6 +18,10 @@ fn endpoint(local: &str, peer: &str) -> Endpoint {
     Endpoint::new(Time::ZERO, parties(local, peer), Limits::default())
 }
 
+fn refused(reason: &str) -> SignalError {
+    SignalError::Refused(reason.into())
+}
+
 fn ends(first_qp: u32) -> LocalEnds {
     LocalEnds {
         gid: Some(Gid::from_ipv4(Ipv4Addr::new(10, 0, 0, first_qp as u8))),
@@ -211,7 +215,7 @@ fn our_refused_request_does_not_undo_the_peers_own() {
         Input::Requested(Token(1), offer("b", "a", 5)),
     );
     handle(&mut endpoint, Input::Raised(Ok(())));
-    assert!(handle(&mut endpoint, Input::Replied(Err("busy".into()))).is_empty());
+    assert!(handle(&mut endpoint, Input::Replied(Err(refused("busy")))).is_empty());
     let ack = Offer {
         ready_ack: Some(true),
         ..offer("b", "a", 5)
@@ -286,7 +290,7 @@ fn h20_unequal_counts_wrong_paths_and_300_queue_pairs_are_refused_with_the_reaso
 #[test]
 fn h18_a_refusal_is_the_cause_in_the_peers_words() {
     let mut endpoint = offered();
-    handle(&mut endpoint, Input::Replied(Err("no such NIC".into())));
+    handle(&mut endpoint, Input::Replied(Err(refused("no such NIC"))));
     handle(&mut endpoint, Input::InError);
     let out = handle(&mut endpoint, Input::Destroyed);
     assert_eq!(
@@ -324,7 +328,7 @@ fn an_answer_of_another_instance_or_its_refusal_means_that_the_peer_was_restarte
         instance: Some("younger".into()),
         ..offer("b", "a", 5)
     };
-    for reply in [Err(refusal.clone()), Ok(younger)] {
+    for reply in [Err(refused(refusal)), Ok(younger)] {
         let mut active = offered();
         active.parties.peer_instance = Some("older".into());
         handle(&mut active, Input::Replied(reply));

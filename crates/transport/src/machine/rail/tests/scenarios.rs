@@ -343,6 +343,7 @@ fn probes_are_bounded_per_nic() {
     rig.input(Input::ConnectFailed {
         rail: rail(0, 3, 0),
         reason: "refused".into(),
+        fault: ConnectFault::Refused,
     });
     assert_eq!(rig.connects(rail(0, 64, 0)), 1, "the next in line");
     for peer in 10..40 {
@@ -425,8 +426,47 @@ fn a_withdrawn_peer_nic_is_used_again_on_good_news() {
 }
 
 #[test]
+fn a_peer_that_refuses_is_asked_again_each_second_and_its_return_is_found_within_three() {
+    let mut rig = Rig::new(2, 1);
+    let id = rail(0, 0, 0);
+    rig.fault = ConnectFault::Refused;
+    rig.broken.insert(id, (true, WcStatus::Success));
+    rig.fail(id, WcStatus::RetryExcErr);
+    rig.advance(Duration::from_secs(120));
+    let asked = rig.connects(id);
+    assert!((100..=300).contains(&asked), "{asked} in two minutes");
+    // Its address cannot be resolved at once when it comes back.
+    rig.fault = ConnectFault::Other;
+    rig.advance(Duration::from_millis(1_001));
+    rig.broken.clear();
+    rig.advance(Duration::from_millis(1_999));
+    assert_eq!(rig.state(id), RailState::Up);
+}
+
+#[test]
+fn a_rail_that_nobody_wants_any_more_is_left_alone_until_somebody_does() {
+    let mut rig = Rig::new(1, 1);
+    let id = rail(0, 0, 0);
+    rig.broken.insert(id, (true, WcStatus::Success));
+    rig.fail(id, WcStatus::RetryExcErr);
+    rig.advance(Duration::from_secs(10));
+    rig.input(Input::Unwanted { rail: id });
+    let asked = rig.connects(id);
+    rig.advance(Duration::from_secs(120));
+    assert_eq!(rig.connects(id), asked);
+    assert_eq!(rig.rails.next_timeout(), None, "nothing is left to do");
+    rig.broken.clear();
+    rig.input(Input::Wanted { rail: id });
+    rig.advance(Duration::from_secs(1));
+    assert_eq!(rig.state(id), RailState::Up);
+    rig.input(Input::Unwanted { rail: id });
+    assert_eq!(rig.state(id), RailState::Up, "what works stays");
+}
+
+#[test]
 fn good_news_end_a_long_back_off() {
     let mut rig = Rig::new(2, 1);
+    rig.fault = ConnectFault::Other;
     let id = rail(0, 0, 0);
     rig.broken.insert(id, (true, WcStatus::Success));
     rig.fail(id, WcStatus::RetryExcErr);

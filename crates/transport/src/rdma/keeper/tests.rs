@@ -1,0 +1,303 @@
+//! Rails of two transports over simulated NICs.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use rerail_verbs::RdmaOpcode;
+use rerail_verbs::sim::{LinkOptions, WorkVerdict};
+
+use super::super::events::RdmaEvents;
+use super::super::inbox::Work;
+use super::super::rig::{KIB, LIMIT, Move, peer_of, registered, rig, wait_until};
+use super::*;
+use crate::TransferError;
+
+fn rail_of(peer: &Peer, local: u32, nic: u32) -> &Arc<Rail> {
+    let rails = peer.rails().iter();
+    let mut rails = rails.filter(|rail| rail.id().local.0 == local && rail.id().peer.nic == nic);
+    rails.next().expect("declared")
+}
+
+fn bytes(rail: &Rail) -> u64 {
+    rail.stats().bytes
+}
+
+#[test]
+fn a_blocked_path_is_proved_by_probes_before_user_work_goes_there() {
+    let rig = rig(1, 2);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    // What the first NIC sends is lost, and nobody says so.
+    let blocked = rig
+        .fabric
+        .block(&[rig.port(0, 0)], &[rig.port(1, 0), rig.port(1, 1)]);
+    let user_work = Arc::new(AtomicU64::new(0));
+    let (count, first) = (Arc::clone(&user_work), rig.hosts[0].1[0]);
+    let watched = rig.fabric.on_work(move |work| {
+        if work.nic == first && work.opcode == RdmaOpcode::Write {
+            count.fetch_add(1, Ordering::SeqCst);
+        }
+        WorkVerdict::Pass
+    });
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 256 * KIB), registered(&b, 256 * KIB));
+    let write = Move::all(&a, &peer, &source, &target);
+    let rail = rail_of(&peer, 0, 0);
+    for _ in 0..10 {
+        write.run().expect("moved over the other NIC");
+    }
+    wait_until("its probes fail", || rail.stats().errors > 1);
+    assert_eq!(user_work.load(Ordering::SeqCst), 0);
+    drop(blocked);
+    // Proved again by the engine alone.
+    wait_until("the rail is back", || rail.is_usable());
+    assert_eq!(user_work.load(Ordering::SeqCst), 0);
+    wait_until("it carries work", || {
+        write.run().expect("moved");
+        user_work.load(Ordering::SeqCst) > 0
+    });
+    drop(watched);
+}
+
+#[test]
+fn work_that_has_no_proved_rail_waits_and_says_why_at_its_end() {
+    let rig = rig(2, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let blocked = rig.fabric.block(&[rig.port(0, 0)], &[rig.port(1, 0)]);
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move {
+        time: Duration::from_millis(1_500),
+        ..Move::all(&a, &peer, &source, &target)
+    };
+    let (transfer, finish) = write.write();
+    let error = finish.wait().expect_err("nothing gets through");
+    assert!(matches!(error, TransferError::Deadline { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("host1@sim0"), "{text}");
+    assert!(!text.contains("none"), "{text}");
+    assert_eq!(transfer.retried_slices(), 0, "it was never posted");
+    drop(blocked);
+    let patient = Move::all(&a, &peer, &source, &target);
+    patient
+        .run()
+        .expect("the last path is tried again and again");
+}
+
+#[test]
+fn a_pair_that_always_fails_does_not_hold_the_other_up() {
+    let rig = rig(3, 2);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    *rig.wire.refusal.lock().expect("whole") = Some(("host0@sim0", "withdrawn"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move::all(&a, &peer, &source, &target);
+    for _ in 0..200 {
+        write.run().expect("moved");
+    }
+    let (bad, good) = (rail_of(&peer, 0, 0), rail_of(&peer, 1, 1));
+    assert_eq!(bytes(bad), 0);
+    assert!(good.is_usable() && bytes(good) > 0);
+    *rig.wire.refusal.lock().expect("whole") = None;
+    // However often it was refused.
+    wait_until("it is used again", || {
+        write.run().expect("moved");
+        bytes(bad) > 0
+    });
+}
+
+#[test]
+fn a_local_gate_takes_its_rails_out_when_the_call_returns_and_brings_them_back() {
+    let rig = rig(4, 2);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move::all(&a, &peer, &source, &target);
+    let (first, second) = (rail_of(&peer, 0, 0), rail_of(&peer, 1, 1));
+    write.run().expect("moved");
+    wait_until("both are up", || first.is_usable() && second.is_usable());
+    a.router().local_gate(LocalNic(0), LocalGate::Closed);
+    assert_eq!(first.state(), RailState::Down);
+    let before = bytes(first);
+    for _ in 0..20 {
+        write.run().expect("moved over the other");
+    }
+    assert_eq!(bytes(first), before);
+    let endpoint = first.endpoint();
+    let endpoints_kept = true;
+    a.router()
+        .local_gate(LocalNic(0), LocalGate::Open { endpoints_kept });
+    wait_until("it is back", || first.is_usable());
+    assert_eq!(first.endpoint(), endpoint, "it lived, and was probed only");
+
+    a.router().local_gate(LocalNic(0), LocalGate::Closed);
+    a.connector().close_all(Some(0), "its address changed");
+    let endpoints_kept = false;
+    a.router()
+        .local_gate(LocalNic(0), LocalGate::Open { endpoints_kept });
+    wait_until("it is back over another endpoint", || {
+        first.is_usable() && first.endpoint() != endpoint
+    });
+}
+
+#[test]
+fn what_a_peers_record_says_of_its_nics_counts_at_once() {
+    let rig = rig(5, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move::all(&a, &peer, &source, &target);
+    let rail = rail_of(&peer, 0, 0);
+    write.run().expect("moved");
+    a.peer_nic(&peer, 0, false);
+    assert_eq!(rail.state(), RailState::Down);
+    wait_until("its endpoint is closed", || a.connector().endpoints() == 0);
+    let (_, waiting) = write.write();
+    a.peer_nic(&peer, 0, true);
+    waiting.wait().expect("it goes on when the NIC is back");
+    a.peer_gone(&peer);
+    let error = write.run().expect_err("it is not expected back");
+    assert!(matches!(error, TransferError::NoPath { .. }), "{error}");
+}
+
+#[test]
+fn a_long_transfer_is_shared_with_a_rail_that_is_proved_later() {
+    let rig = rig(6, 2);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    *rig.wire.refusal.lock().expect("whole") = Some(("host0@sim1", "later"));
+    let slow = LinkOptions {
+        bits_per_s: 50_000_000,
+        ..LinkOptions::default()
+    };
+    let slow = rig.fabric.degrade(rig.port(0, 0), slow);
+    let peer = peer_of(&a, 1, &b);
+    let length = 16 * 1024 * KIB;
+    let (source, target) = (registered(&a, length), registered(&b, length));
+    let (_, finish) = Move::all(&a, &peer, &source, &target).write();
+    let of_nic = |local: u32| -> u64 { (0..2).map(|nic| bytes(rail_of(&peer, local, nic))).sum() };
+    wait_until("it is under way", || of_nic(0) > 0);
+    *rig.wire.refusal.lock().expect("whole") = None;
+    finish.wait().expect("moved");
+    assert!(of_nic(1) > 0, "the rest goes where it ends first");
+    drop(slow);
+}
+
+#[test]
+fn a_peers_own_connection_is_used_and_proved_first() {
+    let rig = rig(7, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let (to_b, to_a) = (peer_of(&a, 1, &b), peer_of(&b, 1, &a));
+    let (at_a, at_b) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    Move::all(&b, &to_a, &at_b, &at_a).run().expect("moved");
+    let asked = rig.asks();
+    Move::all(&a, &to_b, &at_a, &at_b).run().expect("moved");
+    assert_eq!(rig.asks(), asked, "over the endpoint that there is");
+    assert_eq!(a.connector().endpoints(), 1);
+}
+
+#[test]
+fn peers_that_nobody_uses_any_more_leave_nothing_behind() {
+    let rig = rig(8, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let (source, target) = (registered(&a, 4 * KIB), registered(&b, 4 * KIB));
+    let begin = Instant::now();
+    let mut gone: Vec<Weak<Rail>> = Vec::new();
+    let mut id = 0;
+    // The places of the first are used for later ones.
+    while gone.is_empty() || gone[0].upgrade().is_some() {
+        assert!(begin.elapsed() < LIMIT, "the first rail is still there");
+        id += 1;
+        let peer = peer_of(&a, id, &b);
+        let write = Move::all(&a, &peer, &source, &target);
+        write.run().expect("moved");
+        gone.push(Arc::downgrade(rail_of(&peer, 0, 0)));
+        drop(peer);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    wait_until("the last endpoint is closed", || {
+        a.connector().endpoints() == 0
+    });
+}
+
+#[test]
+fn a_forgotten_peer_that_is_used_again_begins_anew() {
+    let rig = rig(9, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 4 * KIB), registered(&b, 4 * KIB));
+    let write = Move::all(&a, &peer, &source, &target);
+    write.run().expect("moved");
+    a.forget_peer(&peer);
+    wait_until("its endpoint is closed", || a.connector().endpoints() == 0);
+    write.run().expect("moved");
+    // While another peer shares its endpoint, that stays.
+    let again = peer_of(&a, 2, &b);
+    Move::all(&a, &again, &source, &target)
+        .run()
+        .expect("moved");
+    let asked = rig.asks();
+    a.forget_peer(&peer);
+    Move::all(&a, &again, &source, &target)
+        .run()
+        .expect("moved");
+    assert_eq!(rig.asks(), asked);
+    assert!(rail_of(&again, 0, 0).is_usable());
+}
+
+#[derive(Default)]
+struct Log(Mutex<Vec<RailChange>>);
+
+impl RdmaEvents for Log {
+    fn rail_state(&self, change: &RailChange) {
+        self.0.lock().expect("whole").push(change.clone());
+    }
+}
+
+#[test]
+fn changes_of_rails_are_told_with_names_and_causes() {
+    let rig = rig(10, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let log = Arc::new(Log::default());
+    a.set_events(log.clone());
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    a.router().local_gate(LocalNic(0), LocalGate::Closed);
+    let seen = |to: RailState, cause: RailCause| {
+        let log = log.0.lock().expect("whole");
+        let seen = |change: &RailChange| {
+            (&*change.local, &*change.peer, &*change.segment) == ("sim0", "host1@sim0", "host1")
+                && change.to == to
+                && change.cause == cause
+        };
+        log.iter().any(seen)
+    };
+    wait_until("it is told that the rail came up", || {
+        seen(RailState::Up, RailCause::Proved)
+    });
+    wait_until("it is told that the rail went down", || {
+        seen(RailState::Down, RailCause::LocalPort)
+    });
+}
+
+#[test]
+fn a_transfer_is_in_a_nics_queue_once_however_often_it_is_offered() {
+    let rig = rig(11, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    // Nothing is posted, so that what is offered here is offered by the test alone.
+    a.router().local_gate(LocalNic(0), LocalGate::Closed);
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 4 * KIB), registered(&b, 4 * KIB));
+    let (transfer, finish) = Move::all(&a, &peer, &source, &target).write();
+    let rail = rail_of(&peer, 0, 0);
+    let work = Work::queue(&transfer, rail, 10).expect("the first");
+    assert!(Work::queue(&transfer, rail, 10).is_none());
+    assert_eq!(rail.load_bytes(), 10);
+    drop(work.dequeue());
+    assert_eq!(rail.load_bytes(), 0);
+    let work = Work::queue(&transfer, rail, 10).expect("it had left the queue");
+    drop(work.dequeue());
+    let endpoints_kept = false;
+    a.router()
+        .local_gate(LocalNic(0), LocalGate::Open { endpoints_kept });
+    finish.wait().expect("moved");
+}
