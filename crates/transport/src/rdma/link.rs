@@ -179,8 +179,6 @@ pub(super) struct Link {
     pub(super) next_queue: usize,
     pub(super) in_flight: u32,
     pub(super) in_flight_bytes: u64,
-    /// The queue pairs are in ERR: what is abandoned is given back once all has come back.
-    pub(super) in_error: bool,
     pub(super) abandoned: Vec<(Arc<Transfer>, Slice)>,
 }
 
@@ -206,7 +204,6 @@ impl Link {
             next_queue: 0,
             in_flight: 0,
             in_flight_bytes: 0,
-            in_error: false,
             abandoned: Vec::new(),
         }
     }

@@ -3,9 +3,10 @@
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use rerail_verbs::sim::LinkOptions;
+use rerail_verbs::RdmaOpcode;
+use rerail_verbs::sim::{LinkOptions, WorkVerdict};
 
-use super::super::rig::{KIB, Move, peer_of, registered, rig, wait_until};
+use super::super::rig::{KIB, Move, Rig, peer_of, registered, rig, wait_until};
 use super::*;
 use crate::TransferError;
 
@@ -194,21 +195,12 @@ fn permits_for_servers_that_nobody_talks_to_are_forgotten() {
     assert!(Arc::ptr_eq(&held, &a.connector().permits("held")));
 }
 
-#[test]
-fn a_control_thread_that_hangs_ends_transfers_as_unfenced() {
-    let rig = rig(7, 1);
+/// What becomes of a write that runs out of time while the control thread of its NIC hangs.
+fn write_while_control_hangs(rig: &Rig) -> (TransferError, u64) {
     let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
     let peer = peer_of(&a, 1, &b);
     let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
-    let write = Move {
-        own: &a,
-        peer: &peer,
-        source: &source,
-        target: &target,
-        length: 64 * KIB,
-        time: Duration::from_secs(15),
-        key_error: 0,
-    };
+    let write = Move::all(&a, &peer, &source, &target);
     write.run().expect("moved");
     let lost = rig.fabric.block(&[rig.port(0, 0)], &[rig.port(1, 0)]);
     rig.fabric
@@ -218,11 +210,37 @@ fn a_control_thread_that_hangs_ends_transfers_as_unfenced() {
         ..write
     };
     let begin = Instant::now();
-    let error = late.run().expect_err("it cannot be stopped");
-    assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
+    let error = late.run().expect_err("nothing gets through");
     assert!(begin.elapsed() < Duration::from_millis(3_500));
-    assert_eq!(a.connector().unfenced(), 1);
     drop(lost);
+    (error, a.connector().unfenced())
+}
+
+#[test]
+fn a_control_thread_that_hangs_ends_transfers_as_unfenced_whose_work_does_not_come_back() {
+    let rig = rig(7, 1);
+    // The first write is through by then.
+    let mut writes = 0;
+    let silent = rig.fabric.on_work(move |work| {
+        writes += u32::from(work.opcode == RdmaOpcode::Write);
+        if writes > 1 {
+            WorkVerdict::LoseCompletion
+        } else {
+            WorkVerdict::Pass
+        }
+    });
+    let (error, unfenced) = write_while_control_hangs(&rig);
+    assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
+    assert_eq!(unfenced, 1);
+    drop(silent);
+}
+
+#[test]
+fn work_that_came_back_with_an_error_is_fenced_though_the_control_thread_hangs() {
+    let rig = rig(9, 1);
+    let (error, unfenced) = write_while_control_hangs(&rig);
+    assert!(matches!(error, TransferError::Deadline { .. }), "{error}");
+    assert_eq!(unfenced, 0);
 }
 
 #[test]

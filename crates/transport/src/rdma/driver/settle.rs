@@ -1,9 +1,10 @@
 //! What becomes of work whose endpoint is gone.
 //!
 //! Order of events: the link breaks (nothing is posted any more, waiting work is stranded), its
-//! queue pairs go to ERR, everything posted comes back. Only then are abandoned slices given back
-//! to be posted elsewhere; until the endpoint is fenced at the far end too, each transfer with an
-//! abandoned WRITE is held, so that it cannot be reported finished.
+//! queue pairs go to ERR, by an error of their own or by the control thread, everything posted
+//! comes back. Only then are abandoned slices given back to be posted elsewhere; until the endpoint
+//! is fenced at the far end too, each transfer with an abandoned WRITE is held, so that it cannot be
+//! reported finished.
 
 use std::sync::Arc;
 
@@ -82,9 +83,6 @@ impl Driver {
             return;
         };
         self.detach(key);
-        if let Some(link) = self.links.get_mut(key) {
-            link.in_error = true;
-        }
         self.settle_if_drained(key);
     }
 
@@ -120,9 +118,6 @@ impl Driver {
             }
         }
         self.keys = keys;
-        if let Some(link) = self.links.get_mut(key) {
-            link.in_error = true;
-        }
         self.settle_if_drained(key);
     }
 
@@ -144,12 +139,14 @@ impl Driver {
         self.give_up(endpoint, now);
     }
 
-    /// Gives a link's abandoned slices back once its local fence is complete.
+    /// Gives a link's abandoned slices back once its local fence is complete: nothing is posted any
+    /// more, and all that was has come back. What came back with an error shows that its queue pair
+    /// is in ERR, so that this need not wait for the control thread, which may hang.
     pub(super) fn settle_if_drained(&mut self, key: u64) {
         let drained = self
             .links
             .get_mut(key)
-            .is_some_and(|link| link.in_error && link.in_flight == 0);
+            .is_some_and(|link| link.pairs.is_none() && link.in_flight == 0);
         if !drained {
             return;
         }

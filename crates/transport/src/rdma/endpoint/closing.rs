@@ -179,7 +179,7 @@ impl Endpoint {
         } else if closing.destroying.is_none() {
             // Not drained in time: a destroyed queue pair reads and writes nothing either.
             self.destroy(now);
-        } else if !closing.attached || (closing.in_error && closing.drained) {
+        } else if !closing.attached || closing.drained {
             // They hang about, but have nothing to send any more.
             closing.locally_fenced = Some(now);
             self.advance(now);
