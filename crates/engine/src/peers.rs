@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use rerail_metadata::WatchKind;
 use rerail_metadata::descriptor::InstanceId;
+use rerail_transport::TransferError;
 use rerail_transport::machine::Machine;
 use rerail_transport::machine::peers::{
     Action, Fetched, Input, NicChange, Parting, PeerRecord, Peers, PeersConfig, Trouble,
@@ -259,9 +260,12 @@ impl PeerView {
     fn part(&self, life: &Life) {
         // First, so that requests end with this reason.
         life.end();
-        let is_gone = life.failure().is_some();
+        let failure = life.failure();
+        let is_gone = failure.is_some();
+        let is_restarted = matches!(failure, Some(TransferError::PeerRestarted { .. }));
         for reach in life.reaches() {
             match (reach.route(), self.rails()) {
+                (Route::Rdma, Some(rails)) if is_restarted => rails.peer_restarted(reach.peer()),
                 (Route::Rdma, Some(rails)) if is_gone => rails.peer_gone(reach.peer()),
                 (Route::Rdma, Some(rails)) => rails.forget_peer(reach.peer()),
                 (Route::Tcp(peer), _) if is_gone => peer.close(),

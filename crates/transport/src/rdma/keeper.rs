@@ -3,7 +3,7 @@
 //! There is one [`Rails`] machine an engine, under a lock that is held for its decisions only. What
 //! it decides about a rail's state is stored in the rail's atomics before the lock is released, so
 //! that a closed gate holds once the call has returned; data threads and the choice of rails read
-//! those and never take the lock. What else it wants done waits as [`Command`]s for the router's
+//! those and never take the lock. What else it wants done waits as commands for the router's
 //! task, which carries them out one by one.
 //!
 //! Each time that a rail is connected it gets a new *binding*. What an endpoint says about a rail

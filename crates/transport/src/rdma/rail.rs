@@ -160,6 +160,10 @@ impl Peer {
         &self.rails
     }
 
+    pub(super) fn set_restarted(&self) {
+        self.shared.restarted.store(true, Ordering::Release);
+    }
+
     pub(super) fn set_gone(&self) {
         self.shared.gone.store(true, Ordering::Release);
     }

@@ -100,6 +100,12 @@ impl Router {
         self.keeper.peer_gone(peer.id());
     }
 
+    /// A peer is another process now. From any thread; never blocks.
+    pub fn peer_restarted(&self, peer: &Peer) {
+        peer.set_restarted();
+        self.peer_gone(peer);
+    }
+
     /// Forgets the rails to a peer. From any thread; never blocks.
     pub fn forget_peer(&self, peer: &Peer) {
         self.keeper.forget(peer.id());

@@ -210,10 +210,16 @@ impl RdmaTransport {
         self.router.peer_nic(peer, nic_index, up);
     }
 
-    /// The peer's record is withdrawn or superseded: it is not expected back, and transfers to it
-    /// end.
+    /// The peer's record is withdrawn: it is not expected back, and transfers to it end as
+    /// [`NoPath`](crate::TransferError::NoPath).
     pub fn peer_gone(&self, peer: &Peer) {
         self.router.peer_gone(peer);
+    }
+
+    /// Another process has taken the peer's place: transfers to it end as
+    /// [`PeerRestarted`](crate::TransferError::PeerRestarted).
+    pub fn peer_restarted(&self, peer: &Peer) {
+        self.router.peer_restarted(peer);
     }
 
     /// Forgets what is known of the rails to a peer that is not used any more, and closes their

@@ -3,8 +3,8 @@
 //! Order of events: the link breaks (nothing is posted any more, waiting work is stranded), its
 //! queue pairs go to ERR, by an error of their own or by the control thread, everything posted
 //! comes back. Only then are abandoned slices given back to be posted elsewhere; until the endpoint
-//! is fenced at the far end too, each transfer with an abandoned WRITE is held, so that it cannot be
-//! reported finished.
+//! is fenced at the far end too, each transfer with an abandoned WRITE is held, so that it cannot
+//! be reported finished.
 
 use std::sync::Arc;
 
