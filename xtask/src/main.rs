@@ -15,6 +15,7 @@ mod guest;
 mod interop;
 mod process;
 mod setup;
+mod sim;
 mod stores;
 mod tidy;
 mod workspace;
@@ -58,6 +59,8 @@ enum Task {
     },
     /// Use each library crate as its users do: outside this workspace, by its README.
     Consumers,
+    /// Storms over whole nodes in a simulated fabric: faults, then everything must heal.
+    Sim(sim::SimArgs),
     /// Check the house rules that a program can check.
     Tidy,
 }
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
         Task::Stores(args) => stores::run(&args).map(|()| ExitCode::SUCCESS),
         Task::Bench { what } => bench::run(what).map(|()| ExitCode::SUCCESS),
         Task::Consumers => consumers::run(true).map(|()| ExitCode::SUCCESS),
+        Task::Sim(args) => sim::run(&args).map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {

@@ -2,17 +2,18 @@
 
 use std::fs;
 use std::process::Stdio;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, ensure};
 
 use super::{Context, Stage};
 use crate::guest::{self, ScenarioArgs};
-use crate::{consumers, cpp_engine, demo, interop, process, setup, stores, tidy, workspace};
+use crate::{consumers, cpp_engine, demo, interop, process, setup, sim, stores, tidy, workspace};
 
 pub(super) const STAGES: &[Stage] = &[
     Stage {
         name: "setup",
-        budget_s: 210,
+        budget_s: 195,
         full_only: false,
         run: |_| setup::run(),
     },
@@ -54,9 +55,15 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "tests",
-        budget_s: 420,
+        budget_s: 405,
         full_only: false,
         run: tests,
+    },
+    Stage {
+        name: "sim",
+        budget_s: 45,
+        full_only: false,
+        run: storms,
     },
     Stage {
         name: "consumers",
@@ -84,7 +91,7 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "guest",
-        budget_s: 450,
+        budget_s: 435,
         full_only: false,
         run: scenarios,
     },
@@ -248,6 +255,19 @@ fn has_nextest() -> bool {
 /// the workspace. Without, they are only made, which finds what is missing in a manifest.
 fn consume(ci: &Context) -> Result<()> {
     consumers::run(ci.full)
+}
+
+/// Seeds that each change is tried with; one more comes from the clock, so that every run of `ci`
+/// looks somewhere new. `--full` takes ten times as many.
+const SEEDS: u64 = 300;
+
+fn storms(ci: &Context) -> Result<()> {
+    let clock = SystemTime::now().duration_since(UNIX_EPOCH);
+    // Above the fixed ones, and short enough to be typed.
+    let fresh = 1_000_000 + clock.map_or(0, |since| since.as_secs() % 1_000_000_000);
+    println!("# one seed from the clock: {fresh}");
+    sim::storm(fresh, 1)?;
+    sim::storm(1, if ci.full { 10 * SEEDS } else { SEEDS })
 }
 
 /// What the README promises first.

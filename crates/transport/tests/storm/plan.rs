@@ -1,0 +1,401 @@
+//! Faults: what is broken, and when it is put right.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use rand::Rng as _;
+use rand::seq::IndexedRandom as _;
+use rerail_transport::machine::Machine;
+use rerail_transport::machine::ids::TransferId;
+use rerail_transport::machine::peers;
+use rerail_transport::machine::publisher;
+use rerail_transport::machine::transfer;
+use rerail_verbs::sim::{
+    EventOptions, FaultGuard, LinkOptions, PacketVerdict, PortId, WorkVerdict,
+};
+use rerail_verbs::{AsyncEventKind, WcStatus};
+
+use super::node::name;
+use super::world::{Coming, World};
+
+/// A fault of which there is one at a time.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum Exclusive {
+    Link(PortId),
+    Events,
+}
+
+/// The end of a fault.
+pub(crate) enum End {
+    PortUp(PortId),
+    Guard(u64),
+    Free(Exclusive),
+    Reset {
+        host: usize,
+        nic: usize,
+    },
+    StoreBack,
+    StoreSpeaks,
+    StoreRemembers,
+    Start(usize),
+    Thaw(usize),
+    Speak(usize, usize),
+    Mtu(PortId),
+    Pkeys(PortId),
+    Address {
+        host: usize,
+        nic: usize,
+    },
+    AddressAt {
+        host: usize,
+        nic: usize,
+        filler: IpAddr,
+    },
+}
+
+fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+impl World {
+    fn until(&mut self, after: Duration, end: End) {
+        self.order += 1;
+        self.ends.insert((self.now + after, self.order), end);
+    }
+
+    fn guard(&mut self, after: Duration, guard: FaultGuard) {
+        self.order += 1;
+        let id = self.order;
+        self.guards.insert(id, guard);
+        self.until(after, End::Guard(id));
+    }
+
+    /// One of these at a time: a guard puts back what it found.
+    fn degrade(&mut self, span: Duration, port: PortId, link: LinkOptions) -> bool {
+        if !self.exclusive.insert(Exclusive::Link(port)) {
+            return false;
+        }
+        let guard = self.fabric.degrade(port, link);
+        self.guard(span, guard);
+        self.until(span, End::Free(Exclusive::Link(port)));
+        true
+    }
+
+    fn address(&self, host: usize, nic: usize) -> IpAddr {
+        let last = self.hosts[host].addresses[nic];
+        IpAddr::from([10, host as u8, nic as u8, last])
+    }
+
+    /// Breaks something.
+    pub(crate) fn make_fault(&mut self) {
+        let host = self.rng.random_range(0..self.hosts.len());
+        let nic = self.rng.random_range(0..self.hosts[host].nics.len());
+        let id = self.hosts[host].nics[nic];
+        let port = id.port(1);
+        let other = (host + self.rng.random_range(1..self.hosts.len())) % self.hosts.len();
+        let far = *self.hosts[other].nics.choose(&mut self.rng).expect("a NIC");
+        let span = ms(self.rng.random_range(5..3_000));
+        let kind = match self.rng.random_range(0..32) {
+            0..3 => {
+                self.fabric.port_down(port);
+                self.until(span, End::PortUp(port));
+                "port flap"
+            }
+            3..5 => {
+                self.fabric.delete_address(port, self.address(host, nic));
+                let last = &mut self.hosts[host].addresses[nic];
+                *last = last.wrapping_add(1).max(1);
+                let pause = ms(self.rng.random_range(0..40));
+                self.until(pause, End::Address { host, nic });
+                "renumber"
+            }
+            5 => {
+                let address = self.address(host, nic);
+                self.fabric.delete_address(port, address);
+                let filler = IpAddr::from([172, 16, host as u8, self.rng.random_range(1..250)]);
+                self.fabric.add_address(port, filler);
+                self.until(ms(3), End::AddressAt { host, nic, filler });
+                "gid moves"
+            }
+            6 => {
+                let link = LinkOptions {
+                    loss: 0.05,
+                    ..LinkOptions::default()
+                };
+                if !self.degrade(span, port, link) {
+                    return;
+                }
+                "loss"
+            }
+            7 => {
+                let egress_delay = ms(self.rng.random_range(1..600));
+                let link = LinkOptions {
+                    egress_delay,
+                    ..LinkOptions::default()
+                };
+                if !self.degrade(span, port, link) {
+                    return;
+                }
+                "slow wire"
+            }
+            8 | 9 => {
+                let guard = self.fabric.partition(&[port], &[far.port(1)]);
+                self.guard(span, guard);
+                "partition"
+            }
+            10 => {
+                self.fabric.drop_events(id, self.rng.random_range(1..4));
+                "lost events"
+            }
+            11 => {
+                let events = EventOptions {
+                    loss: 0.2,
+                    duplicate: 0.3,
+                    delay_max: ms(30),
+                    reorder_kinds: true,
+                    ..EventOptions::faultless()
+                };
+                if !self.exclusive.insert(Exclusive::Events) {
+                    return;
+                }
+                let guard = self.fabric.disturb_events(events);
+                self.guard(span, guard);
+                self.until(span, End::Free(Exclusive::Events));
+                "disturbed events"
+            }
+            12 => {
+                self.fabric
+                    .hang_control(id, ms(self.rng.random_range(200..5_000)));
+                "hung verbs"
+            }
+            13 => {
+                self.fabric.kill_device(id);
+                self.until(span, End::Reset { host, nic });
+                "dead device"
+            }
+            14 => {
+                let mut left = 1;
+                let guard = self.fabric.on_work(move |work| {
+                    if left > 0 && work.nic == id {
+                        left -= 1;
+                        WorkVerdict::LoseCompletion
+                    } else {
+                        WorkVerdict::Pass
+                    }
+                });
+                self.guard(span, guard);
+                "lost completion"
+            }
+            15 => {
+                let statuses = [
+                    WcStatus::RemAccessErr,
+                    WcStatus::LocQpOpErr,
+                    WcStatus::RemOpErr,
+                    WcStatus::RetryExcErr,
+                    WcStatus::LocLenErr,
+                ];
+                let status = *statuses.choose(&mut self.rng).expect("one");
+                let mut left = 1;
+                let guard = self.fabric.on_work(move |work| {
+                    if left > 0 && work.nic == id {
+                        left -= 1;
+                        WorkVerdict::Fail(status, 0)
+                    } else {
+                        WorkVerdict::Pass
+                    }
+                });
+                self.guard(span, guard);
+                "failed work"
+            }
+            16 => {
+                let mut count = 0_u32;
+                let guard = self.fabric.on_packet(move |_| {
+                    count = count.wrapping_add(1);
+                    match count % 17 {
+                        0 => PacketVerdict::Delay(Duration::from_millis(700)),
+                        5 => PacketVerdict::Duplicate,
+                        _ => PacketVerdict::Pass,
+                    }
+                });
+                self.guard(span, guard);
+                "late packets"
+            }
+            17 => {
+                self.store.away = true;
+                self.until(span, End::StoreBack);
+                "store outage"
+            }
+            18 => {
+                self.store.empty();
+                self.tell_all(&peers::Input::WatchResync);
+                self.tell_publishers(&publisher::Input::StoreReconnected);
+                "store emptied"
+            }
+            19 => {
+                self.store.silent = true;
+                self.until(span, End::StoreSpeaks);
+                "store forgets to tell"
+            }
+            20 => {
+                self.store.forgets_answers = true;
+                self.until(span, End::StoreRemembers);
+                "store loses an answer"
+            }
+            21 => {
+                if self.hosts[host].node.is_none() {
+                    return;
+                }
+                self.kill(host);
+                self.until(span, End::Start(host));
+                "killed"
+            }
+            22 => {
+                let Some(node) = self.node(host).filter(|node| !node.frozen) else {
+                    return;
+                };
+                node.frozen = true;
+                let process = node.process;
+                self.fabric.freeze(process);
+                self.until(span, End::Thaw(host));
+                "frozen"
+            }
+            23 => {
+                let now = self.now;
+                let Some(node) = self.node(host).filter(|node| !node.frozen) else {
+                    return;
+                };
+                node.publisher.handle(now, publisher::Input::Leave);
+                self.settle(host);
+                // It goes when the store has let it; should the store be away, it is ended.
+                self.until(span + ms(500), End::Start(host));
+                "left"
+            }
+            24 => {
+                self.muted.insert((host, other));
+                self.until(span, End::Speak(host, other));
+                "silent messages"
+            }
+            25 => {
+                self.fabric.set_netdev_mtu(port, 1_500);
+                self.until(span, End::Mtu(port));
+                "mtu"
+            }
+            26 => {
+                self.fabric.set_pkeys(port, &[0x8001]);
+                self.until(span, End::Pkeys(port));
+                "pkeys"
+            }
+            27 => {
+                let Some(node) = self.hosts[host].node.as_ref().filter(|node| !node.frozen) else {
+                    return;
+                };
+                let pairs = node.endpoints.values().filter_map(|of| of.pair.as_ref());
+                let numbers: Vec<_> = pairs.map(|pair| pair.qp_num()).collect();
+                let Some(number) = numbers.choose(&mut self.rng).copied() else {
+                    return;
+                };
+                self.fabric.break_queue_pair(id, number);
+                "broken queue pair"
+            }
+            28 => {
+                let kinds = [
+                    AsyncEventKind::SmChange,
+                    AsyncEventKind::GidChange,
+                    AsyncEventKind::ClientReregister,
+                    AsyncEventKind::Other(77),
+                    AsyncEventKind::PortErr,
+                ];
+                let kind = *kinds.choose(&mut self.rng).expect("one");
+                self.fabric.raise_event(id, kind, Some(1));
+                "event without a cause"
+            }
+            _ => {
+                let now = self.now;
+                let Some(node) = self.hosts[host].node.as_mut().filter(|node| !node.frozen) else {
+                    return;
+                };
+                let running: Vec<TransferId> = node.jobs.keys().copied().collect();
+                let Some(transfer) = running.choose(&mut self.rng).copied() else {
+                    return;
+                };
+                node.transfers
+                    .handle(now, transfer::Input::Cancel { transfer });
+                "cancelled"
+            }
+        };
+        self.coverage.count("fault", kind);
+        self.say(
+            host,
+            format_args!("fault: {kind} on NIC {nic}, for {span:?}"),
+        );
+    }
+
+    fn tell_all(&mut self, input: &peers::Input) {
+        for host in 0..self.hosts.len() {
+            self.later(host, ms(3), Coming::Peers(input.clone()));
+        }
+    }
+
+    fn tell_publishers(&mut self, input: &publisher::Input) {
+        for host in 0..self.hosts.len() {
+            self.later(host, ms(3), Coming::Publisher(input.clone()));
+        }
+    }
+
+    pub(crate) fn end_fault(&mut self, end: End) {
+        match end {
+            End::PortUp(port) => self.fabric.port_up(port),
+            End::Guard(id) => {
+                self.guards.remove(&id);
+            }
+            End::Free(fault) => {
+                self.exclusive.remove(&fault);
+            }
+            End::Reset { host, nic } => self.fabric.reset_device(self.hosts[host].nics[nic]),
+            End::StoreBack => {
+                self.store.away = false;
+                self.tell_all(&peers::Input::WatchResync);
+                self.tell_publishers(&publisher::Input::StoreReconnected);
+            }
+            End::StoreSpeaks => {
+                self.store.silent = false;
+                self.tell_all(&peers::Input::WatchResync);
+            }
+            End::StoreRemembers => self.store.forgets_answers = false,
+            End::Start(host) => {
+                self.kill(host);
+                self.start(host);
+            }
+            End::Thaw(host) => self.thaw(host),
+            End::Speak(host, other) => {
+                self.muted.remove(&(host, other));
+                // What was lost meanwhile shows as a connection that broke.
+                let lost = peers::Input::SubscriptionLost { name: name(host) };
+                self.later(other, ms(1), Coming::Peers(lost));
+                let lost = peers::Input::SubscriptionLost { name: name(other) };
+                self.later(host, ms(1), Coming::Peers(lost));
+            }
+            End::Mtu(port) => self.fabric.set_netdev_mtu(port, 4_200),
+            End::Pkeys(port) => self.fabric.set_pkeys(port, &[0xffff]),
+            End::Address { host, nic } => {
+                let port = self.hosts[host].nics[nic].port(1);
+                let address = self.address(host, nic);
+                self.fabric.add_address(port, address);
+            }
+            End::AddressAt { host, nic, filler } => {
+                let port = self.hosts[host].nics[nic].port(1);
+                let address = self.address(host, nic);
+                self.fabric.add_address(port, address);
+                self.fabric.delete_address(port, filler);
+            }
+        }
+    }
+
+    /// From here on nothing is broken any more.
+    pub(crate) fn end_all_faults(&mut self) {
+        for (_, end) in std::mem::take(&mut self.ends) {
+            self.end_fault(end);
+        }
+        self.say(0, format_args!("all faults end"));
+    }
+}

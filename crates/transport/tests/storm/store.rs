@@ -1,0 +1,124 @@
+//! A store in memory, with faults of its own: away, slow, emptied, silent to watchers, or losing
+//! the answer to a write that it made.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use rerail_metadata::Version;
+use rerail_metadata::descriptor::{InstanceId, RerailMember, SegmentDescriptor};
+use rerail_transport::machine::peers::{Fetched, PeerRecord};
+use rerail_transport::machine::publisher::{StoreAnswer, StoreFailure, StoreRequest, StoredRecord};
+
+#[derive(Default)]
+pub(crate) struct Store {
+    records: BTreeMap<String, (u64, Arc<SegmentDescriptor>)>,
+    versions: u64,
+    /// Nothing is answered but failures.
+    pub(crate) away: bool,
+    /// Watchers are told nothing; afterwards they are told that they may have missed something.
+    pub(crate) silent: bool,
+    /// Writes are made, and answered with a failure.
+    pub(crate) forgets_answers: bool,
+    /// The last generation written by each instance.
+    written: BTreeMap<(String, InstanceId), u64>,
+}
+
+/// What watchers are to be told.
+pub(crate) enum Told {
+    Put(String, Arc<SegmentDescriptor>),
+    Delete(String),
+}
+
+impl Store {
+    pub(crate) fn record(&self, key: &str) -> Option<&Arc<SegmentDescriptor>> {
+        self.records.get(key).map(|(_, record)| record)
+    }
+
+    pub(crate) fn empty(&mut self) {
+        self.records.clear();
+    }
+
+    pub(crate) fn fetch(&self, key: &str) -> Fetched {
+        match self.records.get(key) {
+            _ if self.away => Fetched::Unavailable,
+            Some((_, descriptor)) => Fetched::Found(peer_record(descriptor)),
+            None => Fetched::NotFound,
+        }
+    }
+
+    /// Carries out a request about the key of `name`.
+    pub(crate) fn request(
+        &mut self,
+        name: &str,
+        request: StoreRequest,
+    ) -> (StoreAnswer, Option<Told>) {
+        if self.away {
+            let failure = StoreFailure::Failed("no answer".to_owned());
+            return (StoreAnswer::Failed(failure), None);
+        }
+        let current = self.records.get(name).map(|(version, _)| *version);
+        let is_at = |expected: &Version| expected.as_counter() == current;
+        match request {
+            StoreRequest::RpcMeta => (StoreAnswer::Written(None), None),
+            StoreRequest::Read => match self.records.get(name) {
+                None => (StoreAnswer::Failed(StoreFailure::NotFound), None),
+                Some((version, descriptor)) => {
+                    let found = StoredRecord {
+                        version: Version::from_counter(*version),
+                        identity: member(descriptor)
+                            .map(|member| (member.instance, member.generation)),
+                    };
+                    (StoreAnswer::Found(found), None)
+                }
+            },
+            StoreRequest::Create(descriptor) if current.is_none() => self.write(name, descriptor),
+            StoreRequest::Swap(expected, descriptor) if is_at(&expected) => {
+                self.write(name, descriptor)
+            }
+            StoreRequest::Delete(expected) if is_at(&expected) => {
+                self.records.remove(name);
+                (
+                    StoreAnswer::Written(None),
+                    Some(Told::Delete(name.to_owned())),
+                )
+            }
+            _ => (StoreAnswer::Failed(StoreFailure::Conflict), None),
+        }
+    }
+
+    fn write(
+        &mut self,
+        name: &str,
+        descriptor: Arc<SegmentDescriptor>,
+    ) -> (StoreAnswer, Option<Told>) {
+        self.versions += 1;
+        if let Some(member) = member(&descriptor) {
+            let key = (name.to_owned(), member.instance);
+            let last = self.written.entry(key).or_default();
+            assert!(
+                *last <= member.generation,
+                "a state that was overtaken was written"
+            );
+            *last = member.generation;
+        }
+        let record = (self.versions, Arc::clone(&descriptor));
+        self.records.insert(name.to_owned(), record);
+        let answer = if self.forgets_answers {
+            StoreAnswer::Failed(StoreFailure::Failed("the answer was lost".to_owned()))
+        } else {
+            StoreAnswer::Written(Some(Version::from_counter(self.versions)))
+        };
+        (answer, Some(Told::Put(name.to_owned(), descriptor)))
+    }
+}
+
+pub(crate) fn member(descriptor: &SegmentDescriptor) -> Option<&RerailMember> {
+    descriptor.rerail.as_ref()
+}
+
+pub(crate) fn peer_record(descriptor: &Arc<SegmentDescriptor>) -> PeerRecord {
+    PeerRecord {
+        descriptor: Arc::clone(descriptor),
+        rpc: None,
+    }
+}
