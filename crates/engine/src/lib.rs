@@ -14,6 +14,8 @@ mod peers;
 mod publication;
 mod segment;
 mod service;
+#[cfg(test)]
+mod shy;
 mod tcp;
 mod topology;
 

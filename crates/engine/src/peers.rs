@@ -16,11 +16,12 @@ mod listening;
 mod watching;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rerail_metadata::WatchKind;
 use rerail_metadata::descriptor::InstanceId;
+use rerail_metadata::{MetadataStore, WatchKind};
 use rerail_transport::TransferError;
 use rerail_transport::machine::Machine;
 use rerail_transport::machine::peers::{
@@ -60,6 +61,8 @@ struct Shared {
     /// Weak, because it asks us for records.
     rails: OnceLock<Weak<RdmaTransport>>,
     state: Mutex<State>,
+    /// The store's watch is followed.
+    watching: AtomicBool,
     /// There is something to do.
     touched: Notify,
     reads: Semaphore,
@@ -112,6 +115,7 @@ impl PeerView {
                     opened: BTreeMap::new(),
                     todo: VecDeque::new(),
                 }),
+                watching: AtomicBool::new(false),
                 touched: Notify::new(),
                 reads: Semaphore::new(READS_MAX),
             }),
@@ -181,11 +185,7 @@ impl PeerView {
 
     /// Carries out what the machine wants, for ever.
     pub(crate) async fn run(self) {
-        if let Some((store, keys)) = self.shared.directory.store()
-            && matches!(store.capabilities().watch, WatchKind::Events)
-        {
-            tokio::spawn(self.clone().watch(Arc::clone(store), keys.clone()));
-        }
+        self.watch_if_told();
         let mut listening = HashMap::new();
         let mut sweep = tokio::time::interval(SWEEP);
         loop {
@@ -379,7 +379,27 @@ impl PeerView {
     /// A peer's record and its location.
     async fn read(&self, name: &str) -> Result<PeerRecord> {
         let own = self.shared.own.descriptor();
-        self.shared.directory.record(name, &own).await
+        let read = self.shared.directory.record(name, &own).await;
+        // A server over HTTP shows by its first answer what it can do.
+        self.watch_if_told();
+        read
+    }
+
+    /// Follows the store's watch from now on, if the store tells of changes.
+    fn watch_if_told(&self) {
+        if let Some((store, keys)) = self.shared.directory.store()
+            && self.is_told(store.as_ref())
+            && !self.shared.watching.swap(true, Ordering::AcqRel)
+        {
+            tokio::spawn(self.clone().watch(Arc::clone(store), keys.clone()));
+        }
+    }
+
+    /// Whether a store tells of changes. Where it does not, the machine polls.
+    fn is_told(&self, store: &dyn MetadataStore) -> bool {
+        let told = matches!(store.capabilities().watch, WatchKind::Events);
+        self.state().machine.set_has_watch(told);
+        told
     }
 
     fn feed(&self, input: Input) {
@@ -487,5 +507,48 @@ fn fetched(read: &Result<PeerRecord>) -> Fetched {
             tracing::debug!(%error, "a record cannot be read");
             Fetched::Unavailable
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rerail_metadata::descriptor::{JsonForm, Protocol, SegmentDescriptor};
+    use rerail_metadata::{KeySpace, MemoryStore};
+    use rerail_transport::event::Events;
+    use rerail_transport::machine::publisher::{LocalRecord, PublishOrder};
+    use rerail_transport::rpc::RpcClient;
+
+    use super::*;
+    use crate::shy::Shy;
+
+    #[tokio::test]
+    async fn a_store_that_shows_late_that_it_tells_of_changes_is_watched() {
+        let store = MemoryStore::new("s");
+        let keys = KeySpace::default();
+        let shy = Arc::new(Shy::new(store.client("reader")));
+        let directory = Directory::new(Some((shy, keys.clone())), RpcClient::default());
+        let clock = Clock::start();
+        let base = SegmentDescriptor::new("own", Protocol::tcp());
+        let record = LocalRecord::new(base, Vec::new(), [], PublishOrder::Fixed);
+        let own = Publication::new(clock, InstanceId([1; 16]), record, None, Events::default());
+        let view = PeerView::new(clock, directory, own);
+        tokio::spawn(view.clone().run());
+        let put = async |port: u16| {
+            let mut record = SegmentDescriptor::new("peer", Protocol::tcp());
+            record.tcp_data_port = port;
+            let text = record.to_json(JsonForm::Line);
+            let key = keys.segment("peer");
+            let put = store.put(&key, text.into(), None);
+            put.await.expect("stored");
+        };
+        put(1).await;
+        assert!(!view.state().machine.has_watch());
+        let life = view.open("peer").await.expect("it is there");
+        assert!(view.state().machine.has_watch());
+        assert_eq!(life.descriptor().tcp_data_port, 1);
+        put(2).await;
+        let is_new = || life.descriptor().tcp_data_port == 2;
+        let told = tokio::time::timeout(Duration::from_secs(20), life.news.wait_async(is_new));
+        told.await.expect("it is told");
     }
 }

@@ -221,7 +221,7 @@ fn a_peer_that_is_killed_and_started_again_ends_its_requests() {
         ),
         "{error}"
     );
-    assert!(took < Duration::from_secs(5), "{took:?}");
+    assert!(took < LIMIT / 2, "long before its time limit: {took:?}");
     // Requests by the old segment fail at once, and the new process is found.
     let late = submit(&own, &segment, &source, addr).expect("submitted");
     let error = late.wait(LIMIT).expect_err("of the old process");

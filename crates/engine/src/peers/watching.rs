@@ -20,18 +20,22 @@ impl PeerView {
     pub(super) async fn watch(self, store: Arc<dyn MetadataStore>, keys: KeySpace) {
         loop {
             match store.watch(keys.prefix()).await {
-                Ok(watch) => self.follow(watch, &keys).await,
+                Ok(watch) => self.follow(store.as_ref(), watch, &keys).await,
                 Err(error) => tracing::warn!(%error, "the store's changes are not told yet"),
             }
             tokio::time::sleep(AGAIN).await;
         }
     }
 
-    async fn follow(&self, mut watch: Watch, keys: &KeySpace) {
+    async fn follow(&self, store: &dyn MetadataStore, mut watch: Watch, keys: &KeySpace) {
         let locations = keys.rpc_meta("");
         while let Some(event) = watch.next().await {
             match event {
-                WatchEvent::Resync => self.feed(Input::WatchResync),
+                WatchEvent::Resync => {
+                    // Another kind of server may have taken the place of this one.
+                    self.is_told(store);
+                    self.feed(Input::WatchResync);
+                }
                 WatchEvent::Put(record) => {
                     if let Some(name) = keys.segment_name(&record.key)
                         && self.is_of_interest(name)

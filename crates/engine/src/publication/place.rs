@@ -31,6 +31,8 @@ pub(crate) struct StorePlace {
 
 /// Held while it is granted, so that there is only one.
 enum Lease {
+    /// Whether the store has leases is not known.
+    Unknown,
     /// To be granted before the next write.
     None,
     Granted(LeaseId),
@@ -46,17 +48,12 @@ impl StorePlace {
         name: String,
         rpc: RpcMeta,
     ) -> Self {
-        let lease = Mutex::new(if store.capabilities().leases {
-            Lease::None
-        } else {
-            Lease::Unsupported
-        });
         Self {
             store,
             keys,
             name,
             rpc,
-            lease,
+            lease: Mutex::new(Lease::Unknown),
         }
     }
 
@@ -67,6 +64,17 @@ impl StorePlace {
             Lease::Granted(lease) => return Ok(Some(lease.clone())),
             Lease::Unsupported => return Ok(None),
             Lease::None => {}
+            Lease::Unknown => {
+                // A server over HTTP shows by its first answer what it can do.
+                match self.store.get(&self.keys.rpc_meta(&self.name)).await {
+                    Err(error) if error.is_retryable() => return Err(error),
+                    _ if self.store.capabilities().leases => {}
+                    _ => {
+                        *lease = Lease::Unsupported;
+                        return Ok(None);
+                    }
+                }
+            }
         }
         match self.store.grant_lease(LEASE_TTL).await {
             Ok(granted) => {
@@ -97,7 +105,7 @@ impl StorePlace {
             tokio::time::sleep(wait).await;
             let granted = match &*self.lease.lock().await {
                 Lease::Granted(granted) => Some(granted.clone()),
-                Lease::None => None,
+                Lease::Unknown | Lease::None => None,
                 Lease::Unsupported => return,
             };
             let Some(granted) = granted else {
@@ -229,6 +237,7 @@ mod tests {
     use rerail_metadata::descriptor::Protocol;
 
     use super::*;
+    use crate::shy::Shy;
 
     fn place(store: &MemoryStore) -> StorePlace {
         let client = Arc::new(store.client("owner"));
@@ -287,5 +296,17 @@ mod tests {
         tellings.recv().await.expect("told that the store is back");
         place.end_lease().await;
         assert_eq!(records(&store).await, 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn m08_a_store_that_shows_late_what_it_can_do_has_all_records_under_a_lease() {
+        let store = MemoryStore::new("s");
+        let rpc = RpcMeta::new("127.0.0.1", 15_000);
+        let shy = Arc::new(Shy::new(store.client("owner")));
+        let place = StorePlace::new(shy, KeySpace::default(), "a".into(), rpc);
+        publish(&place).await;
+        assert_eq!(records(&store).await, 2);
+        tokio::time::sleep(LEASE_TTL + Duration::from_secs(1)).await;
+        assert_eq!(records(&store).await, 0, "nobody keeps them");
     }
 }

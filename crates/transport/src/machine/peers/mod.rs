@@ -124,6 +124,16 @@ impl Peers {
         self.known(name).map(|known| &known.descriptor)
     }
 
+    /// Whether the store tells of changes. Some stores show only by an answer what they can do.
+    pub fn has_watch(&self) -> bool {
+        self.config.has_watch
+    }
+
+    /// Changes that: records are polled, or not any more, after their next reading.
+    pub fn set_has_watch(&mut self, has_watch: bool) {
+        self.config.has_watch = has_watch;
+    }
+
     /// Whether the peer itself tells its record at the moment.
     pub fn is_subscribed(&self, name: &str) -> bool {
         let entry = self.entries.get(name);
