@@ -1,10 +1,10 @@
 //! Which rails a transfer is offered to.
 //!
 //! A transfer is offered to the rails on which parts of it end first, at most one of each local
-//! NIC, and each takes slices as it has room. NICs far from the buffer, and the peer's NICs far from
-//! its own, are taken only while no near one can be used. Only rails that are proved are offered
-//! anything; a transfer that finds none waits here. The task of the router also carries out what
-//! the rail machine wants done ([`keeper`](super::keeper)) and what data threads report.
+//! NIC, and each takes slices as it has room. NICs far from the buffer, and the peer's NICs far
+//! from its own, are taken only while no near one can be used. Only rails that are proved are
+//! offered anything; a transfer that finds none waits here. The task of the router also carries out
+//! what the rail machine wants done ([`keeper`](super::keeper)) and what data threads report.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -219,8 +219,8 @@ impl Router {
     }
 
     /// Has one rail of each local NIC near the buffer connected and proved that has none which
-    /// works; of the other NICs where no near one leads anywhere. `wider` asks for one more of every
-    /// NIC, also where one is being proved already.
+    /// works; of the other NICs where no near one leads anywhere. `wider` asks for one more of
+    /// every NIC, also where one is being proved already.
     fn want_more(&self, spec: &TransferSpec, wider: bool) {
         let (near, near_peer) = (spec.local.nics(), spec.remote.nics());
         let leads_on = |local: usize| {

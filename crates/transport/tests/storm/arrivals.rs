@@ -277,6 +277,7 @@ impl World {
         let failed = |reason: &str| rail::Input::ConnectFailed {
             rail,
             reason: reason.to_owned(),
+            fault: rail::ConnectFault::Other,
         };
         let Some(to) = node.of_peer.get(&rail.peer.peer).copied() else {
             node.rails.handle(now, failed("the peer is not known"));
