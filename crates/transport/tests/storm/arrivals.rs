@@ -361,8 +361,14 @@ impl World {
             return;
         }
         let rail = of.rail;
-        node.rails
-            .handle(now, rail::Input::ConnectFailed { rail, reason });
+        node.rails.handle(
+            now,
+            rail::Input::ConnectFailed {
+                rail,
+                reason,
+                fault: rail::ConnectFault::Other,
+            },
+        );
         node.retire(endpoint);
         node.fences.handle(now, fence::Input::Close { endpoint });
     }
