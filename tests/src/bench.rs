@@ -92,6 +92,7 @@ impl Side {
 pub struct Target {
     server: Server,
     segment: String,
+    rpc: String,
 }
 
 impl Target {
@@ -123,8 +124,22 @@ impl Target {
             name
         }
         .to_owned();
-        Ok(Self { server, segment })
+        let rpc = rpc.to_owned();
+        Ok(Self {
+            server,
+            segment,
+            rpc,
+        })
     }
+
+    /// `host:port` of its RPC server.
+    #[must_use]
+    pub fn rpc(&self) -> &str {
+        &self.rpc
+    }
+
+    /// Kills it, so that it can say nothing to anybody.
+    pub fn kill(self) {}
 
     /// What initiators give as `--segment`.
     #[must_use]
@@ -243,6 +258,20 @@ pub struct Running {
 }
 
 impl Running {
+    /// Its process id, for signals.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.job.pid()
+    }
+
+    /// Waits for its end, whatever it is.
+    ///
+    /// # Errors
+    /// If it does not end in time.
+    pub fn output(self) -> Result<std::process::Output> {
+        self.job.output_within(self.limit)
+    }
+
     /// Waits for its end and returns its report.
     ///
     /// # Errors

@@ -52,6 +52,20 @@ pub fn stdout_within(command: Command, limit: Duration) -> Result<String> {
     Job::start(command)?.stdout_within(limit)
 }
 
+/// Sends a signal, by its name without `SIG`.
+///
+/// # Errors
+/// If there is no such process.
+pub fn signal(pid: u32, name: &str) -> Result<()> {
+    let mut kill = Command::new("kill");
+    kill.arg(format!("-{name}")).arg(pid.to_string());
+    let status = kill.status()?;
+    if !status.success() {
+        bail!("no process {pid} for SIG{name}");
+    }
+    Ok(())
+}
+
 /// A child that works on while its output is gathered; killed with this value.
 pub struct Job {
     process: Process,

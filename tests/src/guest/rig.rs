@@ -121,6 +121,26 @@ impl Nic {
         ))
     }
 
+    /// Gives the NIC an address in a subnet of its own instead of the rig's, with a route to that
+    /// subnet only.
+    ///
+    /// # Errors
+    /// As [`run`].
+    pub fn move_to_subnet(self, prefix: &str) -> Result<()> {
+        let (name, table, host) = (self.name, self.table(), self.host);
+        ip(&format!("-4 addr flush dev {name}"))?;
+        ip(&format!("route flush table {table}"))?;
+        ip(&format!(
+            "rule add pref 20 from {prefix}.{host} to {prefix}.0/24 lookup {table}"
+        ))?;
+        ip(&format!(
+            "addr add {prefix}.{host}/24 dev {name} noprefixroute"
+        ))?;
+        ip(&format!(
+            "route replace {prefix}.0/24 dev {name} table {table}"
+        ))
+    }
+
     /// Puts `tc` discipline `what` on the wire towards this NIC, for instance `netem delay 20ms`.
     /// On the bridge's side, so that the packets survive the NIC's going down.
     ///
@@ -189,11 +209,40 @@ impl Nic {
     }
 }
 
+/// Loses everything that goes to a TCP port on loopback: control traffic of one process.
+///
+/// # Errors
+/// As [`run`].
+pub fn block_port(port: u16) -> Result<()> {
+    run("tc", "qdisc replace dev lo root handle 1: prio")?;
+    run(
+        "tc",
+        "qdisc add dev lo parent 1:3 handle 30: netem loss 100%",
+    )?;
+    run(
+        "tc",
+        &format!(
+            "filter add dev lo parent 1: protocol ip u32 match ip dport {port} 0xffff flowid 1:3"
+        ),
+    )
+    .map(drop)
+}
+
+/// Undoes [`block_port`].
+///
+/// # Errors
+/// As [`run`].
+pub fn unblock_ports() -> Result<()> {
+    run("tc", "qdisc del dev lo root").map(drop)
+}
+
 /// Puts the rig back in order after a scenario: links, addresses, routes, rules, queues, devices.
 ///
 /// # Errors
 /// If it does not get into order; scenarios after that would mean nothing.
 pub fn restore() -> Result<()> {
+    // Fails if there is nothing to undo, which is as it should be.
+    let _ = unblock_ports();
     for nic in NICS {
         let name = nic.name;
         for end in [name.to_owned(), format!("p{name}")] {

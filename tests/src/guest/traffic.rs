@@ -134,6 +134,12 @@ impl Traffic {
         Ok(traffic)
     }
 
+    /// The initiator's process id, for signals.
+    #[must_use]
+    pub fn initiator_pid(&self) -> u32 {
+        self.running.pid()
+    }
+
     /// Waits for the initiator's end.
     ///
     /// # Errors

@@ -33,4 +33,9 @@ scenarios! {
     silent_loss,
     store_outage,
     topology_and_gids_say_what_sysfs_says,
+    restarted_target,
+    frozen,
+    rails_apart,
+    sigterm,
+    rpc_unreachable,
 }
