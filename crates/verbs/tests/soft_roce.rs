@@ -171,6 +171,56 @@ fn conformance() {
     }
 }
 
+/// What makes a fence at the far end necessary: draining a queue pair in ERR is not enough.
+#[test]
+fn a_write_of_a_queue_pair_in_error_lands_in_memory_that_was_reused() {
+    let Some(fabric) = RealFabric::from_env().filter(|fabric| fabric.may_break) else {
+        return;
+    };
+    // The bridge's side of the target's wire.
+    let wire = format!("p{}", fabric.netdev(Side::Target));
+    let tc = |arguments: &str| {
+        let status = Command::new("tc")
+            .args(arguments.split_whitespace())
+            .status();
+        assert!(status.expect("tc can be run").success(), "tc {arguments}");
+    };
+    let link = Link::connect(&fabric);
+    let byte = || {
+        let mut byte = [0];
+        let target = link.memory(Side::Target);
+        target.copy_out(0, &mut byte).expect("inside");
+        byte[0]
+    };
+    link.memory(Side::Initiator)
+        .copy_in(0, &[1])
+        .expect("inside");
+    tc(&format!("qdisc replace dev {wire} root netem delay 1500ms"));
+    link.initiator()
+        .post(&[link.write(1, 0, 0, 1)])
+        .expect("posted");
+    std::thread::sleep(Duration::from_millis(100));
+    link.initiator().to_error().expect("ERR");
+    let mut completions = [Completion::EMPTY; 4];
+    let begin = Instant::now();
+    while link.queue().poll(&mut completions).expect("polled") == 0 {
+        assert!(begin.elapsed() < Duration::from_secs(60), "never drained");
+        fabric.pass_time();
+    }
+    assert_ne!(completions[0].status, WcStatus::Success);
+    // Drained: its owner thinks that nothing can come any more.
+    link.memory(Side::Target).copy_in(0, &[2]).expect("inside");
+    while byte() == 2 && begin.elapsed() < Duration::from_secs(20) {
+        fabric.pass_time();
+    }
+    tc(&format!("qdisc del dev {wire} root"));
+    assert_eq!(
+        byte(),
+        1,
+        "it did not land: what is tested elsewhere shows nothing here"
+    );
+}
+
 #[test]
 fn gid_table_equals_sysfs() {
     let Some(fabric) = RealFabric::from_env() else {

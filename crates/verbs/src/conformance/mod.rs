@@ -129,6 +129,14 @@ impl Link {
         &self.initiator.queue
     }
 
+    /// The memory of one side, 256 KiB.
+    pub fn memory(&self, side: Side) -> &HostMemory {
+        match side {
+            Side::Initiator => &self.initiator.memory,
+            Side::Target => &self.target.memory,
+        }
+    }
+
     /// A signalled WRITE of `length` bytes from `from` in the initiator's memory to `to` in the
     /// target's. Each has 256 KiB.
     pub fn write(&self, wr_id: u64, from: usize, to: usize, length: usize) -> WorkRequest {

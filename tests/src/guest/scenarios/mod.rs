@@ -38,4 +38,5 @@ scenarios! {
     rails_apart,
     sigterm,
     rpc_unreachable,
+    old_bytes,
 }
