@@ -15,6 +15,8 @@ pub(crate) enum What {
     Codec,
     /// Ranking a GID table of 256 rows; the target is 10 µs.
     Rank,
+    /// News of an own port: from the event to the gate, the endpoints, the store and a peer.
+    Events,
     /// Scanning a server of 16 NICs and 8 GPUs; the target is 40 ms.
     Scan,
 }
@@ -22,8 +24,15 @@ pub(crate) enum What {
 /// Measures it in the release profile.
 pub(crate) fn run(what: What) -> Result<()> {
     let mut command = process::cargo();
-    command.args(["bench", "--locked", "-p", "rerail-metadata", "--bench"]);
+    let package = match what {
+        What::Events => "rerail-engine",
+        _ => "rerail-metadata",
+    };
+    command.args(["bench", "--locked", "-p", package, "--bench"]);
     match what {
+        What::Events => {
+            command.args(["events", "--features", "sim"]);
+        }
         What::Stores => {
             setup::install_missing()?;
             command.args(["stores", "--features", "etcd,redis,http,server"]);
