@@ -3,12 +3,13 @@
     peer.py target    --metadata URL --name NAME --protocol tcp|rdma [--device LIST] --size BYTES
                       [--expect-bytes N]
     peer.py initiator --metadata URL --name NAME --protocol tcp|rdma [--device LIST] --segment PEER
-                      --bytes BYTES --block BYTES [--seed N]
+                      --bytes BYTES --block BYTES [--seed N] [--seconds S]
 
 The target prints `ready SEGMENT` and runs until SIGTERM; its status then is 0 if the first N bytes
 of its memory are what `rerail bench initiator` writes in its first round. The initiator writes a random pattern to
 the peer's first buffer, reads it back into other memory, compares every byte, and prints one JSON
-object. Its own logging goes to stderr.
+object. With --seconds it writes one block after the other for that long, and prints how many failed
+and the longest time between two that ended. Its own logging goes to stderr.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import os
 import random
 import signal
 import sys
+import time
 
 WORD = (1 << 64) - 1
 
@@ -98,6 +100,8 @@ def initiator(arguments):
     pattern = random.Random(arguments.seed).randbytes(arguments.bytes)
     source.map[:] = pattern
     remote = engine.get_first_buffer_address(arguments.segment)
+    if arguments.seconds:
+        steady(arguments, engine, source, remote)
     failed = 0
     for operation, buffer in (
         (engine.transfer_sync_write, source),
@@ -119,6 +123,26 @@ def initiator(arguments):
     os._exit(0 if failed == 0 and wrong == 0 else 1)
 
 
+def steady(arguments, engine, source, remote):
+    begin = last = time.monotonic()
+    ended, failed, stall = 0, 0, 0.0
+    blocks = max(1, arguments.bytes // arguments.block)
+    print("moving", flush=True)
+    while last - begin < arguments.seconds:
+        offset = (ended % blocks) * arguments.block
+        status = engine.transfer_sync_write(
+            arguments.segment, source.address + offset, remote + offset, arguments.block
+        )
+        now = time.monotonic()
+        stall = max(stall, now - last)
+        last = now
+        ended += 1
+        failed += status != 0
+    report = {"ops": ended, "failed": failed, "max_stall_ms": stall * 1000.0}
+    print(json.dumps(report), flush=True)
+    os._exit(0)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["target", "initiator"])
@@ -132,6 +156,7 @@ def main():
     parser.add_argument("--bytes", type=int, default=16 << 20)
     parser.add_argument("--block", type=int, default=65536)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.0)
     arguments = parser.parse_args()
     (target if arguments.role == "target" else initiator)(arguments)
 

@@ -5,6 +5,7 @@
 //! the published C++ engine is built without it.
 
 mod cpp;
+pub mod faults;
 
 use std::fmt;
 use std::process::Command;

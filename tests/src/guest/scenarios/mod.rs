@@ -39,4 +39,6 @@ scenarios! {
     sigterm,
     rpc_unreachable,
     old_bytes,
+    cpp_engine_through_faults,
+    cpp_engines_through_faults,
 }
