@@ -30,8 +30,8 @@ pub struct Plan {
     pub seconds: u64,
     /// `write` or `read`.
     pub operation: &'static str,
-    /// Environment of both sides.
-    pub env: Vec<(String, String)>,
+    /// Environment of the initiator.
+    pub initiator_env: Vec<(String, String)>,
 }
 
 impl Plan {
@@ -43,7 +43,7 @@ impl Plan {
             initiator: vec!["rxe_a1", "rxe_b1"],
             seconds,
             operation: "write",
-            env: Vec::new(),
+            initiator_env: Vec::new(),
         }
     }
 
@@ -99,7 +99,6 @@ impl Traffic {
             let mut side = Side::rdma(name, devices).with_metadata(store.url());
             side.events = Some(path(&format!("{name}.events")));
             side.env = vec![("MC_TCP_BIND_ADDRESS".to_owned(), "127.0.0.1".to_owned())];
-            side.env.extend(plan.env.iter().cloned());
             side
         };
         let target = Target::start(&side("target", &plan.target), BUFFER_BYTES)?;
@@ -112,7 +111,8 @@ impl Traffic {
             verify: true,
         };
         let limit = Duration::from_secs(plan.seconds);
-        let initiator = side("initiator", &plan.initiator);
+        let mut initiator = side("initiator", &plan.initiator);
+        initiator.env.extend(plan.initiator_env.iter().cloned());
         let running = load.start(&initiator, target.segment(), limit)?;
         let traffic = Self {
             target_log: EventLog(path("target.events")),

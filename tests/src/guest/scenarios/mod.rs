@@ -39,6 +39,7 @@ scenarios! {
     sigterm,
     rpc_unreachable,
     old_bytes,
+    device_faults,
     cpp_engine_through_faults,
     cpp_engines_through_faults,
 }
