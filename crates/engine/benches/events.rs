@@ -1,5 +1,5 @@
-//! How long news of an own port takes: from the event to the gate, to the endpoints, to the store and
-//! to a peer's knowledge of it. Real time, simulated NICs: the event comes through an eventfd.
+//! How long news of an own port takes: from the event to the gate, to the endpoints, to the store
+//! and to a peer's knowledge of it. Real time, simulated NICs: the event comes through an eventfd.
 //!
 //! `cargo xtask bench events`. The store is `memory://`, so that its round trip is nothing.
 

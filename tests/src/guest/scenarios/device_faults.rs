@@ -1,6 +1,6 @@
-//! What soft-RoCE never does, through an interposer over the real library: a device dies, a completion
-//! queue breaks, the event channel fails, a control verb hangs. The other rail goes on, and the
-//! device is opened again.
+//! What soft-RoCE never does, through an interposer over the real library: a device dies, a
+//! completion queue breaks, the event channel fails, a control verb hangs. The other rail goes on,
+//! and the device is opened again.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

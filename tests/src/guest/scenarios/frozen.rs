@@ -1,5 +1,5 @@
-//! Processes that are stopped for ten seconds and go on: initiator, target, store. Nothing fails that
-//! need not, no storm of errors follows, and no record is stale afterwards.
+//! Processes that are stopped for ten seconds and go on: initiator, target, store. Nothing fails
+//! that need not, no storm of errors follows, and no record is stale afterwards.
 
 use std::thread::sleep;
 use std::time::Duration;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 
 use crate::guest::Scenario;
-use crate::guest::rig::{A0, A1};
+use crate::guest::rig::{A0, A1, ip_batch};
 use crate::guest::traffic::{Plan, Traffic, lines};
 
 pub(super) const SCENARIO: Scenario = Scenario {
@@ -25,12 +25,16 @@ fn body() -> Result<()> {
     let records = traffic.records()?.len();
     let (own, target) = (traffic.own_log.mark()?, traffic.target_log.mark()?);
     for nic in [A0, A1] {
-        for round in 0..ROUNDS {
-            // A global address, which may stand below the one in use once that has moved up.
-            let address = format!("192.168.77.{}", 100 + round);
-            nic.add_address(&address)?;
-            nic.remove_address(&address)?;
-        }
+        let churn: String = (0..ROUNDS)
+            .map(|round| {
+                let (address, name) = (100 + round, nic.name);
+                format!(
+                    "addr add 192.168.77.{address}/24 dev {name} noprefixroute\n\
+                     addr del 192.168.77.{address}/24 dev {name}\n"
+                )
+            })
+            .collect();
+        ip_batch(&churn)?;
     }
     sleep(Duration::from_secs(1));
     // The initiator may have ended meanwhile: that its record goes is no publication.

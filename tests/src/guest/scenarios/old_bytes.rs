@@ -1,5 +1,5 @@
-//! A WRITE that is still on the wire when its rail goes down: the target reuses the buffer as soon as
-//! the transfer is reported finished, and no old byte ever lands in it.
+//! A WRITE that is still on the wire when its rail goes down: the target reuses the buffer as soon
+//! as the transfer is reported finished, and no old byte ever lands in it.
 //!
 //! That one lands without a fence at the far end is shown on plain verbs in the same rig, by
 //! `a_write_of_a_queue_pair_in_error_lands_in_memory_that_was_reused` in the verbs' own tests.

@@ -1,5 +1,5 @@
-//! The target's RPC port cannot be reached for ten seconds while its rail a goes down and comes back:
-//! the other rail carries on, and no transfer fails.
+//! The target's RPC port cannot be reached for ten seconds while its rail a goes down and comes
+//! back: the other rail carries on, and no transfer fails.
 
 use std::thread::sleep;
 use std::time::Duration;
