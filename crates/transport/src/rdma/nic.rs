@@ -1,7 +1,7 @@
 //! A local NIC's port: its open device, and what is known of the port.
 //!
 //! Deliberately not here: reading the port again after an event (the observer decides that, and
-//! tells [`Nic::set_facts`]), and the data thread.
+//! tells the NIC what it found), and the data thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

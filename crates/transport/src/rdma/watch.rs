@@ -9,7 +9,7 @@
 //! there, and news must not wait behind it. Whether the control thread hangs is looked at from
 //! outside ([`ControlThread::is_overdue`](rerail_verbs::ControlThread::is_overdue)).
 //!
-//! Deliberately not here: what an event means ([`observer`](crate::machine::observer)), and the
+//! Deliberately not here: what an event means ([`observer`]), and the
 //! record.
 
 use std::os::fd::{AsFd, OwnedFd};
