@@ -2,6 +2,7 @@
 
 use super::Scenario;
 
+mod interposer;
 mod port_flap;
 mod renumbered;
 
@@ -40,6 +41,7 @@ scenarios! {
     rpc_unreachable,
     old_bytes,
     device_faults,
+    control_verb_hangs,
     cpp_engine_through_faults,
     cpp_engines_through_faults,
 }
