@@ -15,7 +15,7 @@ use crate::event::Event;
 use crate::memory::RegionUse;
 use crate::peers::Life;
 use crate::segment::Segment;
-use crate::tcp::UnfencedError;
+use crate::tcp::Tether;
 use crate::{EngineError, Result};
 
 /// Which way the bytes go.
@@ -162,17 +162,17 @@ impl Batch {
                 reposted: AtomicBool::new(false),
             });
             let on_finished = Arc::clone(&task) as Arc<dyn OnFinished>;
-            let unfenced = Arc::default();
+            let tether = Arc::default();
             let segment = &request.segment;
             // Before it starts: a life that ends from now on finds it.
             self.shared.bind(segment.life());
             let transfer = self
                 .engine
-                .launch(segment, &memory, spec, on_finished, &unfenced);
+                .launch(segment, &memory, spec, on_finished, &tether);
             entries.push(Entry {
                 transfer,
                 task,
-                unfenced,
+                tether,
                 segment: segment.clone(),
                 memory,
                 revision,
@@ -258,7 +258,7 @@ impl Batch {
     pub fn cancel(&self) {
         self.shared.cancelled.store(true, Ordering::Release);
         for entry in &*self.shared.entries() {
-            entry.transfer.fail(TransferError::Canceled);
+            entry.give_up(TransferError::Canceled);
         }
     }
 
@@ -318,7 +318,7 @@ impl Shared {
     pub(crate) fn fail_all_to(&self, life: &Life, failure: &TransferError) {
         for entry in &*self.entries() {
             if std::ptr::eq(Arc::as_ptr(entry.segment.life()), life) {
-                entry.transfer.fail(failure.clone());
+                entry.give_up(failure.clone());
             }
         }
     }
@@ -343,7 +343,7 @@ struct Entry {
     /// The last attempt.
     transfer: Arc<Transfer>,
     task: Arc<Task>,
-    unfenced: Arc<UnfencedError>,
+    tether: Arc<Tether>,
     segment: Segment,
     memory: HostMemory,
     /// Of the record that the attempt goes by.
@@ -353,11 +353,23 @@ struct Entry {
 }
 
 impl Entry {
+    /// Fails it if it is not finished, and ends what is under way.
+    fn give_up(&self, error: TransferError) {
+        self.transfer.fail(error);
+        self.tether.give_up();
+    }
+
     /// Why it failed. That it is not fenced outweighs what failed first: its owner must not take
     /// the far end's memory for untouched.
     fn error(&self) -> Option<&TransferError> {
         let error = self.transfer.error()?;
-        Some(self.unfenced.get().or(self.ended.as_ref()).unwrap_or(error))
+        Some(
+            self.tether
+                .unfenced
+                .get()
+                .or(self.ended.as_ref())
+                .unwrap_or(error),
+        )
     }
 
     fn status(&self) -> Status {

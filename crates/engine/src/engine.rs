@@ -27,7 +27,7 @@ use crate::peers::{Life, PeerView, ReachKey};
 use crate::publication::Publication;
 use crate::segment::{Route, Segment};
 use crate::service::{EngineService, Notification};
-use crate::tcp::{self, TcpPeer, TcpPeers, TcpSide, UnfencedError};
+use crate::tcp::{self, TcpPeer, TcpPeers, TcpSide, Tether};
 use crate::topology::Places;
 use crate::{EngineError, Result};
 
@@ -212,7 +212,7 @@ impl Engine {
     }
 
     /// Starts a transfer to `segment`, whose near end lies in `memory`. What could not be fenced is
-    /// put into `unfenced`. Towards a peer that is gone it fails with that reason; for one that
+    /// put into `tether`. Towards a peer that is gone it fails with that reason; for one that
     /// goes meanwhile, the caller's batch has to be bound to its life.
     pub(crate) fn launch(
         &self,
@@ -220,7 +220,7 @@ impl Engine {
         memory: &HostMemory,
         spec: TransferSpec,
         on_finished: Arc<dyn OnFinished>,
-        unfenced: &Arc<UnfencedError>,
+        tether: &Arc<Tether>,
     ) -> Arc<Transfer> {
         if let Some(failure) = segment.life().failure() {
             let transfer = Transfer::new(spec, on_finished);
@@ -231,7 +231,7 @@ impl Engine {
             (Route::Rdma, Some(rdma)) => rdma.submit(spec, on_finished),
             (Route::Tcp(peer), _) => {
                 let transfer = Transfer::new(spec, on_finished);
-                peer.launch(&transfer, memory, unfenced);
+                peer.launch(&transfer, memory, tether);
                 transfer
             }
             (Route::Rdma, None) => {
@@ -365,6 +365,7 @@ impl Drop for Inner {
         if let Some(rdma) = &self.rdma {
             rdma.close();
         }
+        self.tcp_peers.close(LEAVE_LIMIT);
         drop(self.server.take());
         let publication = self.publication.clone();
         // What cannot be withdrawn in time stays, and is taken over by the next instance.

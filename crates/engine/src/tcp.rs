@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use rerail_transport::TransferError;
 use rerail_transport::rdma::{Clock, Slicing, Transfer};
@@ -17,7 +18,7 @@ use rerail_transport::tcp::{
 };
 use rerail_verbs::{HostMemory, RdmaOpcode};
 use tokio::runtime;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
 use crate::config::EngineConfig;
 use crate::{EngineError, Result};
@@ -56,6 +57,9 @@ impl TcpSide {
     }
 }
 
+/// How often connections that are being closed are looked at.
+const CLOSE_TICK: Duration = Duration::from_millis(2);
+
 /// Peers that are remembered.
 const PEERS_MAX: usize = 4096;
 
@@ -64,6 +68,17 @@ const PEERS_MAX: usize = 4096;
 pub(crate) struct TcpPeers(Mutex<HashMap<(String, Version), TcpPeer>>);
 
 impl TcpPeers {
+    /// Gives up what is under way to all peers, and waits until it is fenced, at most `limit`.
+    pub(crate) fn close(&self, limit: Duration) {
+        let mut peers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let peers: Vec<TcpPeer> = peers.drain().map(|(_, peer)| peer).collect();
+        peers.iter().for_each(TcpPeer::close);
+        let begin = Instant::now();
+        while peers.iter().any(|peer| peer.client.lanes() > 0) && begin.elapsed() < limit {
+            std::thread::sleep(CLOSE_TICK);
+        }
+    }
+
     /// The peer called `name` whose data port is `place`.
     pub(crate) fn get(
         &self,
@@ -95,9 +110,31 @@ impl TcpPeers {
     }
 }
 
-/// How a transfer went that could not be fenced: whatever failed first, this is what its owner has
-/// to know.
-pub(crate) type UnfencedError = OnceLock<TransferError>;
+/// What ties a transfer over TCP to its owner.
+#[derive(Debug)]
+pub(crate) struct Tether {
+    /// How it went if it could not be fenced: whatever failed first, this is what its owner has to
+    /// know. Set before the transfer is finished.
+    pub(crate) unfenced: OnceLock<TransferError>,
+    given_up: watch::Sender<bool>,
+}
+
+impl Default for Tether {
+    fn default() -> Self {
+        Self {
+            unfenced: OnceLock::new(),
+            given_up: watch::Sender::new(false),
+        }
+    }
+}
+
+impl Tether {
+    /// Ends what is under way instead of waiting for it: it is fenced, which may take as long as
+    /// [`ClientLimits::fence_max`], and then told. The transfer has failed before.
+    pub(crate) fn give_up(&self) {
+        self.given_up.send_replace(true);
+    }
+}
 
 /// A peer that is reached over TCP. Clones share its connections.
 #[derive(Clone)]
@@ -141,12 +178,11 @@ impl TcpPeer {
     }
 
     /// Moves a transfer, whose near end lies in `memory`. Returns at once.
-    /// A failure without a fence is put into `unfenced` before the transfer is finished.
     pub(crate) fn launch(
         &self,
         transfer: &Arc<Transfer>,
         memory: &HostMemory,
-        unfenced: &Arc<UnfencedError>,
+        tether: &Arc<Tether>,
     ) {
         let length = transfer.spec().length;
         let slices = length.div_ceil(u64::from(SLICING.slice_bytes));
@@ -155,13 +191,13 @@ impl TcpPeer {
             .min(self.lanes);
         for _ in 0..workers {
             let (peer, transfer, memory) = (self.clone(), Arc::clone(transfer), memory.clone());
-            let unfenced = Arc::clone(unfenced);
+            let tether = Arc::clone(tether);
             self.runtime
-                .spawn(async move { peer.work(&transfer, &memory, &unfenced).await });
+                .spawn(async move { peer.work(&transfer, &memory, &tether).await });
         }
     }
 
-    async fn work(&self, transfer: &Transfer, memory: &HostMemory, unfenced: &UnfencedError) {
+    async fn work(&self, transfer: &Transfer, memory: &HostMemory, tether: &Tether) {
         let spec = transfer.spec();
         let opcode = match spec.opcode {
             RdmaOpcode::Read => Opcode::Read,
@@ -180,21 +216,24 @@ impl TcpPeer {
                 transfer.unclaim(slice);
                 continue;
             };
-            let outcome = self.client.submit(Request {
+            let request = Request {
                 opcode,
                 memory: memory.clone(),
                 offset,
                 length,
                 remote_addr: spec.remote.addr() + slice.offset,
+                // Before the transfer's own, so that its fence ends by that.
                 deadline: self.clock.instant(spec.cut_off).into(),
-            });
+            };
+            let given_up = tether.given_up.subscribe();
+            let outcome = self.client.submit_cancellable(request, given_up);
             match outcome.await.unwrap_or(Err(Failure::Closed)) {
                 Ok(()) => transfer.complete(slice),
                 Err(failure) => {
                     let error = self.error(failure);
                     if matches!(error, TransferError::Unfenced { .. }) {
                         // One is enough.
-                        let _ = unfenced.set(error.clone());
+                        let _ = tether.unfenced.set(error.clone());
                     }
                     transfer.fail(error);
                     transfer.unclaim(slice);
@@ -218,6 +257,7 @@ impl TcpPeer {
             },
             _ if failure.is_unfenced() => TransferError::Unfenced { peer, cause },
             Failure::Closed => TransferError::Closed,
+            Failure::Canceled { .. } => TransferError::Canceled,
             _ => TransferError::Deadline { peer, cause },
         }
     }
@@ -225,8 +265,6 @@ impl TcpPeer {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use rerail_transport::machine::ids::PeerId;
     use rerail_transport::rdma::{OnFinished, Peer, PeerSpec, Piece, Span, TransferSpec};
     use rerail_transport::tcp::header::Status;
@@ -270,28 +308,9 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn a_slice_without_a_fence_is_told_though_another_failed_first() {
+    /// A write of `LENGTH` bytes to `port`, cut off after `time`.
+    fn launched(port: u16, time: Duration) -> (Arc<Transfer>, Arc<Told>, Arc<Tether>) {
         const LENGTH: u64 = 2 << 20;
-        let listener = TcpListener::bind("127.0.0.1:0")
-            .await
-            .expect("a port is free");
-        let port = listener.local_addr().expect("bound").port();
-        // It rejects the first request, and says nothing to the second.
-        tokio::spawn(async move {
-            let mut silent = Vec::new();
-            for index in 0.. {
-                let Ok((mut stream, _)) = listener.accept().await else {
-                    return;
-                };
-                if index == 0 {
-                    let _ = stream.write_all(&Status::Rejected.encode()).await;
-                    tokio::spawn(async move { stream.read_to_end(&mut Vec::new()).await });
-                } else {
-                    silent.push(stream);
-                }
-            }
-        });
         let clock = Clock::start();
         let peers = TcpPeers::default();
         let runtime = runtime::Handle::current();
@@ -316,19 +335,86 @@ mod tests {
             remote: span(1 << 20),
             length: LENGTH,
             slicing: SLICING,
-            cut_off: clock.now() + Duration::from_millis(500),
+            cut_off: clock.now() + time,
         };
         let told = Arc::new(Told(Notify::new()));
         let transfer = Transfer::new(spec, Arc::clone(&told) as Arc<dyn OnFinished>);
-        let unfenced = Arc::new(UnfencedError::new());
-        peer.launch(&transfer, &memory, &unfenced);
+        let tether = Arc::new(Tether::default());
+        peer.launch(&transfer, &memory, &tether);
+        (transfer, told, tether)
+    }
+
+    /// A transfer that is given up in the middle, to a peer that closes when it is asked to or not
+    /// at all.
+    async fn given_up_to(peer_closes: bool) -> Arc<Tether> {
+        let listener = TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port is free");
+        let port = listener.local_addr().expect("bound").port();
+        // An hour: only giving up ends it.
+        let (transfer, told, tether) = launched(port, Duration::from_secs(3600));
+        let (stream, _) = listener.accept().await.expect("it connects");
+        let serving = tokio::spawn(async move {
+            let mut streams = vec![stream];
+            while let Ok((stream, _)) = listener.accept().await {
+                streams.push(stream);
+                if peer_closes {
+                    break;
+                }
+            }
+            for mut stream in streams {
+                let _ = stream.read_to_end(&mut Vec::new()).await;
+            }
+        });
+        transfer.fail(TransferError::Canceled);
+        tether.give_up();
+        told.0.notified().await;
+        serving.abort();
+        assert!(matches!(transfer.error(), Some(TransferError::Canceled)));
+        tether
+    }
+
+    #[tokio::test]
+    async fn a_transfer_that_is_given_up_ends_with_its_fence_and_not_at_its_time_limit() {
+        let tether = given_up_to(true).await;
+        assert!(tether.unfenced.get().is_none(), "the peer closed its ends");
+        let tether = given_up_to(false).await;
+        let error = tether
+            .unfenced
+            .get()
+            .expect("nobody knows what arrives yet");
+        assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_slice_without_a_fence_is_told_though_another_failed_first() {
+        let listener = TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port is free");
+        let port = listener.local_addr().expect("bound").port();
+        // It rejects the first request, and says nothing to the second.
+        tokio::spawn(async move {
+            let mut silent = Vec::new();
+            for index in 0.. {
+                let Ok((mut stream, _)) = listener.accept().await else {
+                    return;
+                };
+                if index == 0 {
+                    let _ = stream.write_all(&Status::Rejected.encode()).await;
+                    tokio::spawn(async move { stream.read_to_end(&mut Vec::new()).await });
+                } else {
+                    silent.push(stream);
+                }
+            }
+        });
+        let (transfer, told, tether) = launched(port, Duration::from_millis(500));
         told.0.notified().await;
         let first = transfer.error().expect("failed");
         assert!(
             matches!(first, TransferError::RemoteAccess { .. }),
             "{first}"
         );
-        let error = unfenced.get().expect("before it is finished");
+        let error = tether.unfenced.get().expect("before it is finished");
         assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
     }
 }

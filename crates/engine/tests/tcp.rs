@@ -10,8 +10,11 @@ use rerail_verbs::{DeviceList, HostMemory};
 const LIMIT: Duration = Duration::from_secs(20);
 
 fn engine(metadata: &str, name: &str) -> Engine {
-    let settings =
-        |variable: &str| (variable == "MC_TCP_BIND_ADDRESS").then(|| "127.0.0.1".to_owned());
+    engine_at("127.0.0.1", metadata, name)
+}
+
+fn engine_at(host: &str, metadata: &str, name: &str) -> Engine {
+    let settings = |variable: &str| (variable == "MC_TCP_BIND_ADDRESS").then(|| host.to_owned());
     let mut config =
         EngineConfig::with_settings(metadata, name, &settings).expect("settings are valid");
     config.transport = Transport::Tcp;
@@ -83,6 +86,23 @@ fn bytes_go_there_and_back_without_a_store() {
 fn bytes_go_there_and_back_by_name_in_a_store() {
     let url = "memory://engine-tcp-by-name";
     there_and_back(&engine(url, "a"), &engine(url, "b"));
+}
+
+#[test]
+fn bytes_go_there_and_back_over_ipv6() {
+    for metadata in ["P2PHANDSHAKE", "memory://engine-tcp-ipv6"] {
+        let (own, peer) = (
+            engine_at("::1", metadata, "a"),
+            engine_at("::1", metadata, "b"),
+        );
+        assert_eq!(peer.descriptor().tcp_data_host.as_deref(), Some("::1"));
+        assert!(
+            peer.rpc_address().starts_with("[::1]:"),
+            "{}",
+            peer.rpc_address()
+        );
+        there_and_back(&own, &peer);
+    }
 }
 
 #[test]

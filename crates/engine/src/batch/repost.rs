@@ -104,7 +104,7 @@ impl Pending {
         let spec = TransferSpec { remote, ..spec };
         let on_finished = Arc::clone(&entry.task) as Arc<dyn OnFinished>;
         entry.revision = revision;
-        entry.transfer = engine.launch(&segment, &entry.memory, spec, on_finished, &entry.unfenced);
+        entry.transfer = engine.launch(&segment, &entry.memory, spec, on_finished, &entry.tether);
         true
     }
 }
