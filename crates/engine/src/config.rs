@@ -100,7 +100,7 @@ impl EngineConfig {
         lookup: &dyn Fn(&str) -> Option<String>,
     ) -> Result<Self> {
         let settings = Settings::new(lookup);
-        let ports = 1024..=65_535;
+        let ports = 1024..=65_535_u16;
         let (first, last) = (
             settings
                 .number("MIN_RPC_PORT", ports.clone())?
@@ -113,6 +113,22 @@ impl EngineConfig {
                 variable,
                 value,
                 expected: format!("a number in 1024..={last}, the last port"),
+            }
+            .into());
+        }
+        if first <= *EPHEMERAL_PORTS.end() && last >= *EPHEMERAL_PORTS.start() {
+            let either = settings
+                .text("MIN_RPC_PORT")
+                .or(settings.text("MAX_RPC_PORT"));
+            let (variable, value) = either.unwrap_or_default();
+            let (begin, end) = (EPHEMERAL_PORTS.start(), EPHEMERAL_PORTS.end());
+            return Err(TransportError::Setting {
+                variable,
+                value,
+                expected: format!(
+                    "ports outside {begin}..={end}, which the kernel gives to outgoing \
+                     connections: {first}..={last} meets them"
+                ),
             }
             .into());
         }
@@ -146,6 +162,10 @@ impl EngineConfig {
         self.metadata == StoreUrl::PeerToPeer
     }
 }
+
+/// Ports that Linux takes for outgoing connections unless it is told otherwise: any of them may be
+/// in use at any time (reference 2.9).
+const EPHEMERAL_PORTS: RangeInclusive<u16> = 32_768..=60_999;
 
 fn transport(settings: &Settings<'_>) -> Result<Transport> {
     let force_tcp = match settings.text("FORCE_TCP") {
@@ -235,6 +255,8 @@ mod tests {
         for (name, value) in [
             ("MC_MIN_RPC_PORT", "80"),
             ("MC_MIN_RPC_PORT", "17001"),
+            ("MC_MAX_RPC_PORT", "32768"),
+            ("MC_HANDSHAKE_LISTEN_BACKLOG", "0"),
             ("RERAIL_BIND_ADDRESS", "everywhere"),
             ("MC_HANDSHAKE_CONNECT_TIMEOUT", "3600"),
             ("MC_NUM_QP_PER_EP", "many"),

@@ -8,11 +8,12 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 /// Ports that are tried at most when any of a range will do.
 const PORT_TRIES_MAX: u32 = 500;
-/// Connections that the kernel may hold before they are accepted.
-const BACKLOG: i32 = 128;
+/// Connections that the kernel may hold before they are accepted, unless it is said.
+pub(crate) const BACKLOG: u16 = 128;
 
 /// Listens on `address`, or on any address of IPv6 and IPv4 if there is none, on the first free
-/// port of `ports`, tried in random order. The socket does not block.
+/// port of `ports`, tried in random order. The socket does not block; the kernel holds `backlog`
+/// connections for it.
 ///
 /// # Errors
 ///
@@ -20,6 +21,7 @@ const BACKLOG: i32 = 128;
 pub(crate) fn listen_on_one_of(
     address: Option<IpAddr>,
     ports: RangeInclusive<u16>,
+    backlog: u16,
 ) -> io::Result<TcpListener> {
     let (first, last) = (*ports.start(), *ports.end());
     if first > last {
@@ -34,7 +36,7 @@ pub(crate) fn listen_on_one_of(
     let mut last_error = None;
     for step in 0..count.min(PORT_TRIES_MAX) {
         let port = first + ((offset + step) % count) as u16;
-        match bind(address, port, count == 1 && port != 0) {
+        match bind(address, port, backlog, count == 1 && port != 0) {
             Ok(listener) => {
                 listener.set_nonblocking(true)?;
                 return Ok(listener);
@@ -57,13 +59,19 @@ pub(crate) fn connections_max(wanted: usize) -> usize {
     wanted.min(quarter).max(1)
 }
 
-fn bind(address: Option<IpAddr>, port: u16, is_chosen: bool) -> io::Result<TcpListener> {
+fn bind(
+    address: Option<IpAddr>,
+    port: u16,
+    backlog: u16,
+    is_chosen: bool,
+) -> io::Result<TcpListener> {
     if let Some(address) = address {
-        return listen(SocketAddr::new(address, port), is_chosen);
+        return listen(SocketAddr::new(address, port), backlog, is_chosen);
     }
     // A host may have no IPv6 at all.
     listen(
         SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port),
+        backlog,
         is_chosen,
     )
     .or_else(|error| {
@@ -72,13 +80,14 @@ fn bind(address: Option<IpAddr>, port: u16, is_chosen: bool) -> io::Result<TcpLi
         } else {
             listen(
                 SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), port),
+                backlog,
                 is_chosen,
             )
         }
     })
 }
 
-fn listen(address: SocketAddr, is_chosen: bool) -> io::Result<TcpListener> {
+fn listen(address: SocketAddr, backlog: u16, is_chosen: bool) -> io::Result<TcpListener> {
     let socket = Socket::new(
         Domain::for_address(address),
         Type::STREAM,
@@ -93,6 +102,6 @@ fn listen(address: SocketAddr, is_chosen: bool) -> io::Result<TcpListener> {
         socket.set_reuse_address(true)?;
     }
     socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
+    socket.listen(backlog.into())?;
     Ok(socket.into())
 }

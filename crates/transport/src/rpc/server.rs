@@ -22,7 +22,7 @@ use super::frame::{Decoder, Frame, FrameKind, LENGTH_MAX_DEFAULT, MessageType, l
 use super::message::{ConnectionMessage, NO_REPLY, Notify, PROBE_REPLY};
 use super::subscription::{Subscriber, reader_of};
 use crate::TransportError;
-use crate::listen::{connections_max, listen_on_one_of};
+use crate::listen::{BACKLOG, connections_max, listen_on_one_of};
 use crate::machine::publisher::SUBSCRIBERS_MAX;
 use crate::settings::Settings;
 
@@ -60,6 +60,8 @@ pub struct ServerLimits {
     /// Subscriptions at once, which take no place of the connections above; at most another
     /// quarter of the process's descriptors. More are refused.
     pub subscriptions_max: usize,
+    /// Connections that the kernel holds until they are accepted (`HANDSHAKE_LISTEN_BACKLOG`).
+    pub backlog: u16,
     /// Longest request (`HANDSHAKE_MAX_LENGTH`).
     pub request_bytes_max: usize,
     /// From accepting a connection to the last byte of its request.
@@ -73,6 +75,7 @@ impl Default for ServerLimits {
         Self {
             connections_max: 2_048,
             subscriptions_max: SUBSCRIBERS_MAX,
+            backlog: BACKLOG,
             request_bytes_max: LENGTH_MAX_DEFAULT,
             request: Duration::from_secs(5),
             reply: Duration::from_secs(30),
@@ -81,13 +84,17 @@ impl Default for ServerLimits {
 }
 
 impl ServerLimits {
-    /// The defaults, with what is set: `HANDSHAKE_MAX_LENGTH` (bytes, 1 MiB..=128 MiB).
+    /// The defaults, with what is set: `HANDSHAKE_MAX_LENGTH` (bytes, 1 MiB..=128 MiB)
+    /// and `HANDSHAKE_LISTEN_BACKLOG` (1..=65535).
     ///
     /// # Errors
     ///
     /// [`TransportError::Setting`] for a value that does not parse or is out of range.
     pub fn from_settings(settings: &Settings<'_>) -> Result<Self, TransportError> {
         Ok(Self {
+            backlog: settings
+                .number("HANDSHAKE_LISTEN_BACKLOG", 1..=u16::MAX)?
+                .unwrap_or(BACKLOG),
             request_bytes_max: length_max(settings)?,
             ..Self::default()
         })
@@ -116,7 +123,7 @@ impl RpcServer {
         handler: Arc<dyn Handler>,
         runtime: &runtime::Handle,
     ) -> io::Result<Self> {
-        let listener = listen_on_one_of(address, ports)?;
+        let listener = listen_on_one_of(address, ports, limits.backlog)?;
         let entered = runtime.enter();
         let listener = TcpListener::from_std(listener)?;
         drop(entered);

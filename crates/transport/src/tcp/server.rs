@@ -22,7 +22,7 @@ use super::flow::{Pace, receive_bytes, receive_memory, send_bytes, send_memory};
 use super::header::{HEADER_BYTES, Header, Opcode, Status};
 use super::regions::{RegionGuard, Regions};
 use crate::TransportError;
-use crate::listen::{connections_max, listen_on_one_of};
+use crate::listen::{BACKLOG, connections_max, listen_on_one_of};
 use crate::settings::Settings;
 
 /// After which silence the kernel asks whether an idle peer is still there.
@@ -87,7 +87,7 @@ impl TcpServer {
         regions: Regions,
         runtime: &runtime::Handle,
     ) -> io::Result<Self> {
-        let listener = listen_on_one_of(address, ports)?;
+        let listener = listen_on_one_of(address, ports, BACKLOG)?;
         let entered = runtime.enter();
         let listener = TcpListener::from_std(listener)?;
         drop(entered);
