@@ -189,7 +189,7 @@ fn regions_that_overlap_are_refused_and_the_first_stays() {
 }
 
 #[test]
-fn r03_a_registration_that_fails_on_the_second_nic_leaves_nothing_on_the_first() {
+fn r03_r08_a_registration_that_fails_on_the_second_nic_is_an_error_and_leaves_nothing() {
     // Room for the probes' own region and one more.
     let rig = rig(5, |name, options| {
         if name == "sim1" {

@@ -145,6 +145,16 @@ fn unequal_queue_pair_counts_are_refused_and_name_the_setting() {
 }
 
 #[test]
+fn h09_ends_of_different_mtu_agree_on_the_smaller() {
+    for small in [0, 1] {
+        let rig = rig(11, 1);
+        rig.fabric.set_netdev_mtu(rig.port(small, 0), 1500);
+        // Whole slices, whose packets a receiver of smaller ones would refuse.
+        there_and_back(&rig.engine(0), &rig.engine(1), 1 << 20, 1);
+    }
+}
+
+#[test]
 fn h03_both_sides_open_at_once() {
     let rig = rig(5, 1);
     for _ in 0..10 {

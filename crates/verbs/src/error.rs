@@ -10,7 +10,8 @@ use crate::OutOfBounds;
 #[non_exhaustive]
 pub enum VerbsError {
     /// The verb was called and failed.
-    #[error("{verb} on {device}{} failed: {} (errno {errno})", at_port(*.port), text(*.errno))]
+    #[error("{verb} on {device}{} failed: {} (errno {errno}){}",
+        at_port(*.port), text(*.errno), hint(verb, *.errno))]
     Verb {
         /// Name of the C function, with the transition for `ibv_modify_qp`.
         verb: &'static str,
@@ -154,6 +155,26 @@ fn at_port(port: Option<u32>) -> String {
     port.map_or_else(String::new, |port| format!(" port {port}"))
 }
 
+/// What to look at when memory cannot be registered: the system's words alone lead nowhere (report
+/// R05).
+fn hint(verb: &str, errno: i32) -> &'static str {
+    match errno {
+        libc::EFAULT if verb.starts_with("ibv_reg_mr") => {
+            "; the addresses are no host memory of this process: memory of a GPU needs the kernel \
+             module that lends it to NICs (nvidia_peermem) and an allocator that it knows, or to \
+             be registered as a dma-buf"
+        }
+        libc::ENOMEM if verb.starts_with("ibv_reg_") => {
+            "; raise the limit of locked memory (ulimit -l), or register fewer regions"
+        }
+        libc::EOPNOTSUPP if verb.starts_with("ibv_reg_dmabuf") => {
+            "; this kernel or driver registers no dma-buf: load nvidia_peermem and register the \
+             address"
+        }
+        _ => "",
+    }
+}
+
 /// The system's words for an error number, without the number.
 fn text(errno: i32) -> String {
     let with_number = std::io::Error::from_raw_os_error(errno).to_string();
@@ -186,6 +207,31 @@ mod tests {
             verb(libc::ENODATA, None).to_string(),
             "ibv_modify_qp(RTR) on rxe_a0 failed: No data available (errno 61)"
         );
+    }
+
+    #[test]
+    fn r05_memory_that_cannot_be_registered_says_what_to_look_at() {
+        let refused = |verb, errno| {
+            let error = VerbsError::Verb {
+                verb,
+                device: Arc::from("mlx5_0"),
+                port: None,
+                errno,
+            };
+            error.to_string()
+        };
+        for (verb, errno, words) in [
+            ("ibv_reg_mr_iova2", libc::EFAULT, "nvidia_peermem"),
+            ("ibv_reg_mr_iova2", libc::ENOMEM, "ulimit -l"),
+            ("ibv_reg_dmabuf_mr", libc::EOPNOTSUPP, "nvidia_peermem"),
+        ] {
+            let text = refused(verb, errno);
+            assert!(
+                text.contains(words) && text.contains(&format!("(errno {errno})")),
+                "{text}"
+            );
+        }
+        assert!(!refused("ibv_create_qp", libc::EFAULT).contains("nvidia_peermem"));
     }
 
     #[test]

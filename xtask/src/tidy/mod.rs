@@ -8,6 +8,7 @@ mod dependencies;
 mod files;
 mod licence;
 mod manifests;
+mod reports;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -65,6 +66,7 @@ fn breaches() -> Result<Vec<Breach>> {
         }
     }
     breaches.extend(dependencies::check(&root)?);
+    breaches.extend(reports::check(&root));
     breaches.sort_by(|a, b| (&a.file, a.line).cmp(&(&b.file, b.line)));
     Ok(breaches)
 }

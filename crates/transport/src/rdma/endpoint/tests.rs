@@ -239,6 +239,34 @@ fn h06_a_rebuilt_peer_retires_the_old_end_and_its_request_goes_on() {
 }
 
 #[test]
+fn h14_an_endpoint_that_failed_is_never_used_again() {
+    let mut endpoint = connected();
+    handle(
+        &mut endpoint,
+        Input::Close(CloseCause::Local("a fault".into())),
+    );
+    for _ in 0..2 {
+        assert!(endpoint.is_closing());
+        assert_eq!(handle(&mut endpoint, Input::Open), []);
+        // A peer that connects again is passed on, to an endpoint that is made for it.
+        let again = handle(
+            &mut endpoint,
+            Input::Requested(Token(9), offer("b", "a", 60)),
+        );
+        assert!(
+            matches!(&again[..], [Action::PassOn(Token(9), offer)] if offer.qp_nums == [60, 61]),
+            "{again:?}"
+        );
+        // Also once all of it is gone.
+        handle(&mut endpoint, Input::InError);
+        handle(&mut endpoint, Input::Drained);
+        handle(&mut endpoint, Input::Destroyed);
+        handle(&mut endpoint, Input::PeerClosed);
+    }
+    assert!(endpoint.is_closed());
+}
+
+#[test]
 fn a_repeated_request_is_answered_again() {
     let mut endpoint = connected();
     let out = handle(
