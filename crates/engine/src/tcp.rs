@@ -353,17 +353,24 @@ mod tests {
         let port = listener.local_addr().expect("bound").port();
         // An hour: only giving up ends it.
         let (transfer, told, tether) = launched(port, Duration::from_secs(3600));
-        let (stream, _) = listener.accept().await.expect("it connects");
+        let (mut stream, _) = listener.accept().await.expect("it connects");
+        stream
+            .read_exact(&mut [0])
+            .await
+            .expect("a request is under way");
         let serving = tokio::spawn(async move {
-            let mut streams = vec![stream];
-            while let Ok((stream, _)) = listener.accept().await {
-                streams.push(stream);
+            let mut kept = Vec::new();
+            let mut next = stream;
+            loop {
                 if peer_closes {
-                    break;
+                    tokio::spawn(async move { next.read_to_end(&mut Vec::new()).await });
+                } else {
+                    kept.push(next);
                 }
-            }
-            for mut stream in streams {
-                let _ = stream.read_to_end(&mut Vec::new()).await;
+                let Ok((stream, _)) = listener.accept().await else {
+                    return;
+                };
+                next = stream;
             }
         });
         transfer.fail(TransferError::Canceled);
