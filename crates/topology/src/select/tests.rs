@@ -172,6 +172,87 @@ fn state_speed_and_withdrawal_count() {
 }
 
 #[test]
+fn what_cannot_talk_comes_last_and_either_ends_prefix_tells_it() {
+    let matrix = matrix(r#"{"cpu:0":[["a","b","c"],[]]}"#);
+    let own = [rail("a", "10.0.0.1/8")];
+    // As seen from the own end all are one network; the peer's prefixes are longer.
+    let mut peers = [
+        rail("a", "10.1.0.2/16"),
+        rail("b", "10.0.0.3/16"),
+        rail("c", "fd00::1/64"),
+    ];
+    let left = End {
+        location: &location("cpu:0"),
+        matrix: &matrix,
+        devices: &own,
+    };
+    let tiers = |devices: &[RailFacts]| {
+        let right = End { devices, ..left };
+        names(left, right, &PeerAffinity::None)
+    };
+    let expected = [
+        vec![pair("a", "b")],
+        vec![pair("a", "a")],
+        vec![pair("a", "c")],
+    ];
+    assert_eq!(tiers(&peers), expected);
+    // Without a prefix nothing speaks against a pair of one family.
+    for peer in &mut peers {
+        peer.subnet = None;
+    }
+    let expected = [vec![pair("a", "a"), pair("a", "b")], vec![pair("a", "c")]];
+    assert_eq!(tiers(&peers), expected);
+}
+
+#[test]
+fn no_wish_of_the_operators_is_worth_a_rail_that_is_not_proved() {
+    let matrix = matrix(r#"{"cpu:0":[["a","b"],[]]}"#);
+    let mut devices = [rail("a", "10.0.0.1/16"), rail("b", "10.0.0.2/16")];
+    devices[0].state = RailState::Recovering;
+    let own = End {
+        location: &location("cpu:0"),
+        matrix: &matrix,
+        devices: &devices,
+    };
+    let tiers = names(own, own, &PeerAffinity::SameName);
+    assert_eq!(tiers[0], [pair("b", "b")]);
+    assert_eq!(tiers[1], [pair("a", "a")]);
+}
+
+#[test]
+fn a_location_without_any_nic_counts_as_anywhere() {
+    let matrix = matrix(r#"{"cpu:0":[["a"],["b"]],"cuda:0":[[],[]]}"#);
+    let devices = [rail("a", "10.0.0.1/16"), rail("b", "10.0.0.2/16")];
+    let own = End {
+        location: &location("cuda:0"),
+        matrix: &matrix,
+        devices: &devices,
+    };
+    let tiers = names(own, own, &PeerAffinity::None);
+    assert_eq!(tiers.len(), 1);
+    assert_eq!(tiers[0].len(), 4);
+}
+
+#[test]
+fn equally_good_pairs_are_in_the_order_of_their_names() {
+    let matrix = matrix(r#"{"cpu:0":[["b","a"],[]]}"#);
+    let devices = [rail("b", "10.0.0.2/16"), rail("a", "10.0.0.1/16")];
+    let own = End {
+        location: &location("cpu:0"),
+        matrix: &matrix,
+        devices: &devices,
+    };
+    let tiers = names(own, own, &PeerAffinity::None);
+    let expected = [
+        pair("a", "a"),
+        pair("a", "b"),
+        pair("b", "a"),
+        pair("b", "b"),
+    ];
+    assert_eq!(tiers[0], expected);
+}
+
+#[test]
 fn affinities_keep_their_meaning_and_pin_nothing() {
     let matrix = matrix(r#"{"cuda:0":[["a","b"],["c"]],"cpu:0":[["a","b","c"],[]]}"#);
     let devices = [
