@@ -15,16 +15,16 @@ pub(crate) struct SimArgs {
     seed: u64,
 }
 
-/// Runs them, one after the other on each processor. A seed that fails is printed, with the last
-/// lines of its trace.
+/// Runs them side by side. A seed that fails is printed, with the last lines of its trace.
 pub(crate) fn run(args: &SimArgs) -> Result<()> {
-    storm(args.seed, args.seeds)
+    // Alone it needs nothing but Rust.
+    storm(args.seed, args.seeds, &["-p", "rerail-transport"])
 }
 
-/// `count` seeds from `first` on.
-pub(crate) fn storm(first: u64, count: u64) -> Result<()> {
+/// `count` seeds from `first` on, with what `packages` selects: its features decide what is built.
+pub(crate) fn storm(first: u64, count: u64, packages: &[&str]) -> Result<()> {
     let mut command = process::cargo();
-    command.args(["test", "--locked", "--quiet", "-p", "rerail-transport"]);
+    command.args(["test", "--locked", "--quiet"]).args(packages);
     command.args(["--test", "storm", "whatever_happens", "--", "--nocapture"]);
     command.env("RERAIL_SIM_SEEDS", count.to_string());
     command.env("RERAIL_SIM_SEED", first.to_string());

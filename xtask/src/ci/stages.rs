@@ -266,8 +266,13 @@ fn storms(ci: &Context) -> Result<()> {
     // Above the fixed ones, and short enough to be typed.
     let fresh = 1_000_000 + clock.map_or(0, |since| since.as_secs() % 1_000_000_000);
     println!("# one seed from the clock: {fresh}");
-    sim::storm(fresh, 1)?;
-    sim::storm(1, if ci.full { 10 * SEEDS } else { SEEDS })
+    // As the tests were built just before.
+    sim::storm(fresh, 1, &["--workspace"])?;
+    sim::storm(
+        1,
+        if ci.full { 10 * SEEDS } else { SEEDS },
+        &["--workspace"],
+    )
 }
 
 /// What the README promises first.

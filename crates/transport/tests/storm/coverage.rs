@@ -34,6 +34,7 @@ const EXPECTED: &[(&str, &[&str])] = &[
             "broken queue pair",
             "event without a cause",
             "cancelled",
+            "registered anew",
         ],
     ),
     (

@@ -69,15 +69,17 @@ impl Open {
         let context = device.open()?;
         let pd = context.alloc_pd()?;
         let queue = context.create_cq(4_096)?;
-        let access =
-            AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ;
-        let region = pd.register(memory, 0, memory.length(), access)?;
+        let region = register(&pd, memory)?;
         Ok(Self {
             context,
             pd,
             queue,
             region,
         })
+    }
+
+    fn register(&self, memory: &HostMemory) -> Result<MemoryRegion, VerbsError> {
+        register(&self.pd, memory)
     }
 
     pub(crate) fn keys(&self) -> KeyPair {
@@ -110,6 +112,11 @@ impl Open {
     }
 }
 
+fn register(pd: &ProtectionDomain, memory: &HostMemory) -> Result<MemoryRegion, VerbsError> {
+    let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ;
+    pd.register(memory, 0, memory.length(), access)
+}
+
 /// An adapter as its process has it.
 pub(crate) struct Nic {
     pub(crate) id: NicId,
@@ -117,6 +124,19 @@ pub(crate) struct Nic {
     pub(crate) open: Option<Open>,
     /// Control verbs of a context come one after the other.
     pub(crate) busy_until: Time,
+}
+
+fn registration(nics: &[Nic], memory: &HostMemory) -> Edit {
+    let keys = nics.iter().map(|nic| nic.open.as_ref());
+    Edit::Register {
+        region: REGION,
+        name: "cpu:0".to_owned(),
+        addr: memory.addr(),
+        length: memory.length() as u64,
+        keys: keys
+            .map(|open| open.map_or(KeyPair::default(), Open::keys))
+            .collect(),
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -230,16 +250,7 @@ impl Node {
         };
         let edits = [
             Edit::Matrix(BTreeMap::from([("cpu:0".to_owned(), near)])),
-            Edit::Register {
-                region: REGION,
-                name: "cpu:0".to_owned(),
-                addr: memory.addr(),
-                length: memory.length() as u64,
-                keys: nics
-                    .iter()
-                    .map(|nic| nic.open.as_ref().map_or(KeyPair::default(), Open::keys))
-                    .collect(),
-            },
+            registration(&nics, &memory),
         ];
         for edit in edits {
             record.apply(edit).expect("it can be made");
@@ -318,6 +329,19 @@ impl Node {
         let took = fabric.take_verb_time(process, nic.id);
         nic.busy_until = nic.busy_until.max(now + took.max(Duration::from_micros(5)));
         nic.busy_until
+    }
+
+    /// Registers all memory once more, under new keys: peers' records are stale until they learn.
+    pub(crate) fn register_anew(&mut self) -> [Edit; 2] {
+        for nic in &mut self.nics {
+            if let Some(open) = &mut nic.open
+                && let Ok(region) = open.register(&self.memory)
+            {
+                open.region = region;
+            }
+        }
+        let register = registration(&self.nics, &self.memory);
+        [Edit::Unregister { region: REGION }, register]
     }
 
     /// Opens a NIC's device again and registers memory with it.

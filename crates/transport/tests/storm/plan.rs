@@ -15,7 +15,7 @@ use rerail_verbs::sim::{
 };
 use rerail_verbs::{AsyncEventKind, WcStatus};
 
-use super::node::name;
+use super::node::{Node, name};
 use super::world::{Coming, World};
 
 /// A fault of which there is one at a time.
@@ -296,6 +296,20 @@ impl World {
                 };
                 self.fabric.break_queue_pair(id, number);
                 "broken queue pair"
+            }
+            29 => {
+                // Only its own transfers would fail by that, and it has none.
+                let now = self.now;
+                let node = self.hosts[host].node.as_mut();
+                let idle = |node: &&mut Node| !node.frozen && node.jobs.is_empty();
+                let Some(node) = node.filter(idle) else {
+                    return;
+                };
+                for edit in node.register_anew() {
+                    node.publisher.handle(now, publisher::Input::Edit(edit));
+                }
+                self.settle(host);
+                "registered anew"
             }
             28 => {
                 let kinds = [

@@ -138,7 +138,9 @@ impl World {
             packets_per_burst: 4,
             ..base
         });
-        let (nodes, nics) = (rng.random_range(2..=4), rng.random_range(1..=3));
+        // Few of many, or many of few: rails grow with the square of both.
+        let nodes = rng.random_range(2..=6);
+        let nics = rng.random_range(1..=(12 / nodes as u8).min(4));
         let mut world = Self {
             fabric,
             now: Time::ZERO,
