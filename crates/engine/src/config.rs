@@ -70,6 +70,8 @@ pub struct EngineConfig {
     pub tcp_server: tcp::ServerLimits,
     /// Highest version of the TCP data protocol to speak (`TCP_PROTO`).
     pub tcp_version: tcp::Version,
+    /// Address in the own NIC paths instead of the segment's name (`RDMA_BIND_ADDRESS`).
+    pub rdma_bind: Option<String>,
     /// The RDMA transport.
     pub rdma: RdmaConfig,
     /// Who is told what happens to NICs, connections and the record.
@@ -148,6 +150,7 @@ impl EngineConfig {
             tcp_client: tcp::ClientLimits::from_settings(&settings)?,
             tcp_server: tcp::ServerLimits::from_settings(&settings)?,
             tcp_version: tcp::Version::from_settings(&settings)?,
+            rdma_bind: settings.text("RDMA_BIND_ADDRESS").map(|(_, host)| host),
             rdma: RdmaConfig::from_settings(&settings)?,
             events: Events::default(),
             topology: TopologyOptions::from_env(lookup).map_err(|error| EngineError::Invalid {

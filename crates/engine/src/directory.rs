@@ -30,6 +30,9 @@ struct Shared {
     /// RPC addresses by server name. Forgotten when a question to one fails, because a peer that
     /// was restarted listens elsewhere.
     places: Mutex<HashMap<String, HostPort>>,
+    /// Names of segments by the server name in their NIC paths, where the two differ
+    /// (`rdma_server_name`): whoever is in a path is asked under the segment's name.
+    segments: Mutex<HashMap<String, String>>,
 }
 
 impl Directory {
@@ -42,6 +45,7 @@ impl Directory {
                 store,
                 client,
                 places: Mutex::default(),
+                segments: Mutex::default(),
             }),
         }
     }
@@ -61,6 +65,7 @@ impl Directory {
         if let Some((store, keys)) = &self.shared.store {
             let record = store.get(&keys.segment(name)).await?;
             let descriptor = SegmentDescriptor::from_json(&record.value).map_err(malformed)?;
+            self.note(name, &descriptor);
             // After the segment, so that the location is not the older of the two.
             let place = match self.locate(store.as_ref(), keys, name).await {
                 Ok(place) => Some(place),
@@ -79,10 +84,30 @@ impl Directory {
         let answer = self.shared.client.metadata(&place, own).await;
         let answer = answer.map_err(|error| self.failed(name, "record", error))?;
         let descriptor = SegmentDescriptor::from_json(&answer).map_err(malformed)?;
+        self.note(name, &descriptor);
         Ok(PeerRecord {
             descriptor: Arc::new(descriptor),
             rpc: Some((place.host, place.port.unwrap_or(PORT_DEFAULT))),
         })
+    }
+
+    /// Remembers whose NIC paths have a server name of their own.
+    fn note(&self, segment: &str, descriptor: &SegmentDescriptor) {
+        if let Some(server) = &descriptor.rdma_server_name {
+            let mut segments = self.segments();
+            if segments.len() >= PLACES_MAX {
+                segments.clear();
+            }
+            segments.insert(server.clone(), segment.to_owned());
+        }
+    }
+
+    fn segments(&self) -> std::sync::MutexGuard<'_, HashMap<String, String>> {
+        // A map of names is whole whatever panicked.
+        self.shared
+            .segments
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Subscribes to the record of the engine called `server`, as the reader `own`.
@@ -170,7 +195,9 @@ impl Directory {
 
 impl Signaling for Directory {
     fn exchange(&self, server: &str, offer: Offer) -> Boxed<Result<Offer, SignalError>> {
-        let (directory, server) = (self.clone(), server.to_owned());
+        let segment = self.segments().get(server).cloned();
+        let server = segment.unwrap_or_else(|| server.to_owned());
+        let directory = self.clone();
         Box::pin(async move {
             let place = directory.place(&server).await;
             let place = place.map_err(|error| SignalError::NoAnswer(error.to_string()))?;

@@ -113,6 +113,22 @@ fn a_segment_that_is_opened_again_shares_the_connections() {
 }
 
 #[test]
+fn nic_paths_may_have_a_server_name_of_their_own_at_both_ends() {
+    let rig = rig(11, 2);
+    let bound = |host: usize, address| rig.engine_with(host, &[("MC_RDMA_BIND_ADDRESS", address)]);
+    let (own, peer) = (bound(0, "192.0.2.1"), bound(1, "192.0.2.2"));
+    let record = peer.descriptor();
+    let server = record.rdma_server_name.expect("it differs from the name");
+    assert!(server.starts_with("192.0.2.2:"), "{server}");
+    assert!(
+        !record.name.contains("192.0.2.2"),
+        "the segment keeps its name"
+    );
+    there_and_back(&own, &peer, 500_000, 2);
+    there_and_back(&peer, &own, 500_000, 2);
+}
+
+#[test]
 fn an_engine_transfers_to_itself_over_its_nics() {
     let rig = rig(2, 2);
     let engine = rig.engine(0);

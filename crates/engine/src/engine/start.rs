@@ -8,6 +8,7 @@ use rerail_metadata::{MetadataStore, connect};
 use rerail_transport::machine::peers::PUSH_FEATURE;
 use rerail_transport::machine::publisher::{Edit, LocalRecord, PublishOrder};
 use rerail_transport::rdma::{Clock, Identity, RdmaTransport};
+use rerail_transport::rpc::host_port::PORT_DEFAULT;
 use rerail_transport::rpc::{HostPort, RpcClient, RpcServer};
 use rerail_verbs::DeviceList;
 use tokio::runtime::Runtime;
@@ -78,7 +79,7 @@ impl Engine {
                     config.rdma.clone(),
                     clock,
                     Identity {
-                        server: name.clone(),
+                        server: rdma_name(&config, &name).unwrap_or_else(|| name.clone()),
                         instance: Some(instance.to_string()),
                     },
                     Arc::new(directory.clone()),
@@ -173,7 +174,9 @@ fn open_store(config: &EngineConfig, runtime: &Runtime) -> Result<Option<Arc<dyn
 
 /// The own record over RDMA, before any memory is registered.
 fn rdma_record(name: &str, rdma: &RdmaTransport, places: &Places) -> LocalRecord {
-    let base = SegmentDescriptor::new(name, Protocol::rdma());
+    let mut base = SegmentDescriptor::new(name, Protocol::rdma());
+    let server = &rdma.identity().server;
+    base.rdma_server_name = (server != name).then(|| server.clone());
     let nics = rdma.nics().iter();
     let names: Vec<String> = nics.map(|nic| nic.name().to_owned()).collect();
     let mut record = LocalRecord::new(base, features(), names, PublishOrder::Fixed);
@@ -194,6 +197,15 @@ fn rdma_record(name: &str, rdma: &RdmaTransport, places: &Places) -> LocalRecord
         }
     }
     record
+}
+
+/// The server name in the own NIC paths, where it is not the segment's: the address that was set,
+/// with the port of the segment's name.
+fn rdma_name(config: &EngineConfig, name: &str) -> Option<String> {
+    let host = config.rdma_bind.clone()?;
+    let port = HostPort::parse(name).ok().and_then(|place| place.port);
+    let port = Some(port.unwrap_or(PORT_DEFAULT));
+    Some(HostPort { host, port }.to_string())
 }
 
 /// The own record over TCP.
