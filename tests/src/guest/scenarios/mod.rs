@@ -25,6 +25,7 @@ scenarios! {
     bench_moves_and_verifies,
     bench_two_rails,
     cpp_engine,
+    gids_of_real_tables,
     port_flap_at_the_initiator,
     port_flap_at_the_target,
     both_rails_down,
