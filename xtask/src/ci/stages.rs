@@ -13,31 +13,31 @@ use crate::{consumers, cpp_engine, demo, interop, process, setup, sim, stores, t
 pub(super) const STAGES: &[Stage] = &[
     Stage {
         name: "setup",
-        budget_s: 195,
+        budget_s: 120,
         full_only: false,
         run: |_| setup::run(),
     },
     Stage {
         name: "fmt",
-        budget_s: 15,
+        budget_s: 10,
         full_only: false,
         run: fmt,
     },
     Stage {
         name: "tidy",
-        budget_s: 15,
+        budget_s: 10,
         full_only: false,
         run: |_| tidy::run(),
     },
     Stage {
         name: "clippy",
-        budget_s: 150,
+        budget_s: 130,
         full_only: false,
         run: clippy,
     },
     Stage {
         name: "features",
-        budget_s: 150,
+        budget_s: 90,
         full_only: false,
         run: features,
     },
@@ -49,13 +49,13 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "doc",
-        budget_s: 60,
+        budget_s: 45,
         full_only: false,
         run: doc,
     },
     Stage {
         name: "tests",
-        budget_s: 405,
+        budget_s: 400,
         full_only: false,
         run: tests,
     },
@@ -67,7 +67,7 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "consumers",
-        budget_s: 120,
+        budget_s: 90,
         full_only: false,
         run: consume,
     },
@@ -79,7 +79,7 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "demo",
-        budget_s: 90,
+        budget_s: 70,
         full_only: false,
         run: show,
     },
@@ -91,7 +91,7 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "guest",
-        budget_s: 435,
+        budget_s: 670,
         full_only: false,
         run: scenarios,
     },
