@@ -122,11 +122,14 @@ impl World {
 
     pub(crate) fn heard(&mut self, host: usize, from: Life, message: Message) {
         let now = self.now;
+        let alive = self.living(from).is_some();
         let Some(node) = self.hosts[host].node.as_mut() else {
             return;
         };
         let own = node.life;
         match message {
+            // A request goes with the connection that it came over, and that with its process.
+            Message::Connect(_) if !alive => {}
             Message::Connect(hello) => {
                 let endpoint = hello.endpoint;
                 let answer = match self.accept(host, from, hello) {

@@ -29,6 +29,7 @@ const EXPECTED: &[(&str, &[&str])] = &[
             "frozen",
             "left",
             "silent messages",
+            "slow messages",
             "mtu",
             "pkeys",
             "broken queue pair",

@@ -23,6 +23,7 @@ use super::world::{Coming, World};
 pub(crate) enum Exclusive {
     Link(PortId),
     Events,
+    Messages,
 }
 
 /// The end of a fault.
@@ -95,7 +96,7 @@ impl World {
         let other = (host + self.rng.random_range(1..self.hosts.len())) % self.hosts.len();
         let far = *self.hosts[other].nics.choose(&mut self.rng).expect("a NIC");
         let span = ms(self.rng.random_range(5..3_000));
-        let kind = match self.rng.random_range(0..32) {
+        let kind = match self.rng.random_range(0..34) {
             0..3 => {
                 self.fabric.port_down(port);
                 self.until(span, End::PortUp(port));
@@ -128,7 +129,7 @@ impl World {
                 "loss"
             }
             7 => {
-                let egress_delay = ms(self.rng.random_range(1..600));
+                let egress_delay = ms(self.rng.random_range(1..1_200));
                 let link = LinkOptions {
                     egress_delay,
                     ..LinkOptions::default()
@@ -297,6 +298,16 @@ impl World {
                 self.fabric.break_queue_pair(id, number);
                 "broken queue pair"
             }
+            30 | 31 => {
+                // Together with a slow wire: work lands long after its sender has given it up,
+                // at a peer that has not heard of it.
+                if !self.exclusive.insert(Exclusive::Messages) {
+                    return;
+                }
+                self.slow_messages = ms(self.rng.random_range(10..900));
+                self.until(span, End::Free(Exclusive::Messages));
+                "slow messages"
+            }
             29 => {
                 // Only its own transfers would fail by that, and it has none.
                 let now = self.now;
@@ -364,6 +375,9 @@ impl World {
             }
             End::Free(fault) => {
                 self.exclusive.remove(&fault);
+                if fault == Exclusive::Messages {
+                    self.slow_messages = Duration::ZERO;
+                }
             }
             End::Reset { host, nic } => self.fabric.reset_device(self.hosts[host].nics[nic]),
             End::StoreBack => {

@@ -84,6 +84,10 @@ pub(crate) struct World {
     pub(crate) coverage: Coverage,
     pub(crate) muted: BTreeSet<(usize, usize)>,
     pub(crate) exclusive: BTreeSet<Exclusive>,
+    /// How long messages take at most.
+    pub(crate) slow_messages: Duration,
+    /// When the last message from one host to another arrives.
+    arrivals: BTreeMap<(usize, usize), Time>,
     pub(crate) guards: BTreeMap<u64, FaultGuard>,
     pub(crate) ends: BTreeMap<(Time, u64), End>,
     pub(crate) faults_on: bool,
@@ -151,6 +155,8 @@ impl World {
             coverage: Coverage::default(),
             muted: BTreeSet::new(),
             exclusive: BTreeSet::new(),
+            slow_messages: Duration::ZERO,
+            arrivals: BTreeMap::new(),
             guards: BTreeMap::new(),
             ends: BTreeMap::new(),
             faults_on: false,
@@ -278,8 +284,13 @@ impl World {
         let node = self.hosts[to].node.as_ref();
         let life = node.map_or(u32::MAX, |node| node.life.1);
         let coming = Coming::Message(from, message);
-        self.coming
-            .insert((self.now + WIRE, self.order), (to, life, coming));
+        let slow = self.slow_messages.as_micros() as u64;
+        let late = Duration::from_micros(self.rng.random_range(0..=slow));
+        // Messages between two hosts keep their order.
+        let last = self.arrivals.entry((from.0, to)).or_default();
+        *last = (self.now + WIRE + late).max(*last);
+        let at = *last;
+        self.coming.insert((at, self.order), (to, life, coming));
     }
 
     /// Lets time pass.
