@@ -30,6 +30,7 @@ const EXPECTED: &[(&str, &[&str])] = &[
             "left",
             "silent messages",
             "slow messages",
+            "late work",
             "mtu",
             "pkeys",
             "broken queue pair",

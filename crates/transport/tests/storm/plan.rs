@@ -96,7 +96,7 @@ impl World {
         let other = (host + self.rng.random_range(1..self.hosts.len())) % self.hosts.len();
         let far = *self.hosts[other].nics.choose(&mut self.rng).expect("a NIC");
         let span = ms(self.rng.random_range(5..3_000));
-        let kind = match self.rng.random_range(0..34) {
+        let kind = match self.rng.random_range(0..36) {
             0..3 => {
                 self.fabric.port_down(port);
                 self.until(span, End::PortUp(port));
@@ -307,6 +307,21 @@ impl World {
                 self.slow_messages = ms(self.rng.random_range(10..900));
                 self.until(span, End::Free(Exclusive::Messages));
                 "slow messages"
+            }
+            32 | 33 => {
+                // Both at once: what is given up lands late, at a peer that has not heard of it.
+                if !self.exclusive.insert(Exclusive::Messages) {
+                    return;
+                }
+                self.slow_messages = ms(self.rng.random_range(600..1_500));
+                self.until(ms(3_000), End::Free(Exclusive::Messages));
+                let egress_delay = ms(self.rng.random_range(400..1_500));
+                let link = LinkOptions {
+                    egress_delay,
+                    ..LinkOptions::default()
+                };
+                self.degrade(ms(3_000), port, link);
+                "late work"
             }
             29 => {
                 // Only its own transfers would fail by that, and it has none.
