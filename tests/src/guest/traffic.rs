@@ -155,6 +155,15 @@ impl Traffic {
         })
     }
 
+    /// Ends the initiator before its time, as a user does.
+    ///
+    /// # Errors
+    /// If it is not there any more.
+    pub fn stop_initiator(self) -> Result<()> {
+        crate::child::signal(self.running.pid(), "TERM")?;
+        self.target.stop()
+    }
+
     /// Each change of the records that the store has told so far, oldest first.
     ///
     /// # Errors

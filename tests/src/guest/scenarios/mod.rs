@@ -45,4 +45,7 @@ scenarios! {
     control_verb_hangs,
     cpp_engine_through_faults,
     cpp_engines_through_faults,
+    hundred_flaps,
+    mtu,
+    rdma_bind_address,
 }

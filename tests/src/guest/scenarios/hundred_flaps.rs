@@ -1,0 +1,103 @@
+//! After a hundred flaps of a port, under traffic, both processes hold what they held before: queue
+//! pairs, descriptors, threads, memory.
+
+use std::fs;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::guest::Scenario;
+use crate::guest::rig::{A1, run};
+use crate::guest::traffic::{Plan, Traffic, is_rail};
+
+pub(super) const SCENARIO: Scenario = Scenario {
+    name: "after_a_hundred_flaps_everything_is_where_it_was",
+    full_only: true,
+    limit: Duration::from_secs(900),
+    body,
+};
+
+const FLAPS: usize = 100;
+/// Frequent flaps are damped, for a minute at most.
+const BACK_WITHIN: Duration = Duration::from_secs(90);
+/// Until what was cut is gone at both ends.
+const SETTLED_WITHIN: Duration = Duration::from_secs(60);
+/// What an allocator may keep.
+const MEMORY_GROWTH_MAX_KIB: u64 = 16 << 10;
+
+/// What processes hold.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Held {
+    queue_pairs: usize,
+    descriptors: Vec<usize>,
+    threads: Vec<usize>,
+}
+
+fn body() -> Result<()> {
+    let mut traffic = Traffic::start(&Plan::both_rails(300))?;
+    let pids = [traffic.initiator_pid(), traffic.target.process().pid()];
+    sleep(Duration::from_secs(5));
+    let (before, memory_before) = (held(&pids)?, memory_kib(&pids)?);
+    let mark = traffic.own_log.mark()?;
+    for _ in 0..FLAPS {
+        A1.down()?;
+        sleep(Duration::from_millis(100));
+        A1.up()?;
+        sleep(Duration::from_millis(200));
+    }
+    let active = traffic.own_log.mark()?;
+    ensure!(active > mark, "nothing was seen of the flaps");
+    traffic
+        .own_log
+        .wait("the rail is up again", BACK_WITHIN, active, |event| {
+            is_rail(event, &A1.device(), "up")
+        })?;
+    let begin = Instant::now();
+    loop {
+        let now = held(&pids)?;
+        if now == before {
+            break;
+        }
+        ensure!(
+            begin.elapsed() < SETTLED_WITHIN,
+            "held before: {before:?}, and after: {now:?}"
+        );
+        sleep(Duration::from_millis(500));
+    }
+    let memory = memory_kib(&pids)?;
+    println!("{before:?}, resident KiB {memory_before:?} before and {memory:?} after");
+    for (before, after) in memory_before.iter().zip(&memory) {
+        ensure!(
+            *after <= before + MEMORY_GROWTH_MAX_KIB,
+            "resident memory grew from {before} to {after} KiB"
+        );
+    }
+    traffic.stop_initiator()?;
+    Ok(())
+}
+
+fn held(pids: &[u32]) -> Result<Held> {
+    let count = |pid: &u32, what: &str| -> Result<usize> {
+        let dir = format!("/proc/{pid}/{what}");
+        Ok(fs::read_dir(&dir).context(dir)?.count())
+    };
+    let all = |what: &str| pids.iter().map(|pid| count(pid, what)).collect::<Result<_>>();
+    let shown = run("rdma", "resource show qp")?;
+    let own = |line: &&str| pids.iter().any(|pid| line.contains(&format!("pid {pid} ")));
+    Ok(Held {
+        queue_pairs: shown.lines().filter(own).count(),
+        descriptors: all("fd")?,
+        threads: all("task")?,
+    })
+}
+
+fn memory_kib(pids: &[u32]) -> Result<Vec<u64>> {
+    let resident = |pid: &u32| -> Result<u64> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+        kib.context("no VmRSS")
+    };
+    pids.iter().map(resident).collect()
+}
