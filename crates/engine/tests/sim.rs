@@ -2,6 +2,7 @@
 #![cfg(feature = "sim")]
 
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rerail_engine::{
@@ -189,10 +190,11 @@ fn a_port_that_goes_down_costs_time_and_no_transfer() {
     let (own, peer) = (rig.engine(0), rig.engine(1));
     let (source, target) = (registered(&own, 4 << 20), registered(&peer, 4 << 20));
     let segment = own.open_segment(peer.name()).expect("the peer is there");
-    let mut batch = own.allocate_batch(4);
-    let mut move_for = |time: Duration| {
-        let (begin, mut retried) = (Instant::now(), 0);
-        while begin.elapsed() < time {
+    // Writes until `done`, and says how many slices were posted again.
+    let move_until = |done: &(dyn Fn() -> bool + Sync)| {
+        let mut batch = own.allocate_batch(4);
+        let mut retried = 0;
+        while !done() {
             let write = Request::write(&segment, source.addr(), target.addr(), LENGTH);
             batch.submit(&vec![write; 4]).expect("submitted");
             batch.wait(LIMIT).expect("nothing fails");
@@ -201,36 +203,34 @@ fn a_port_that_goes_down_costs_time_and_no_transfer() {
         }
         retried
     };
-    let rails_up = || {
+    let both_up = || {
         let rails = own.rails(&segment);
-        rails
-            .iter()
-            .filter(|rail| rail.state == RailState::Up)
-            .count()
+        let up = rails.iter().filter(|rail| rail.state == RailState::Up);
+        up.count() >= 2
     };
-    assert_eq!(move_for(Duration::from_millis(200)), 0);
-    assert!(rails_up() >= 2, "both local NICs are in use");
-    // The port may fail between two transfers: again, until it has cut one off.
+    let moved = || -> u64 { own.rails(&segment).iter().map(|rail| rail.bytes).sum() };
     let begin = Instant::now();
-    let mut retried = 0;
-    while retried == 0 {
-        assert!(begin.elapsed() < LIMIT, "no work is ever cut off");
-        std::thread::scope(|scope| {
-            let fault = scope.spawn(|| {
-                let moved = || -> u64 { own.rails(&segment).iter().map(|rail| rail.bytes).sum() };
-                let (begin, before) = (Instant::now(), moved());
-                // Work is under way then, and more than what a pair takes at once has gone through.
-                while moved() < before + 2 * LENGTH && begin.elapsed() < LIMIT {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                rig.fabric.port_down(rig.port(1, 0));
-            });
-            retried += move_for(Duration::from_millis(1_500));
-            fault.join().expect("done");
-        });
-        rig.fabric.port_up(rig.port(1, 0));
-        move_for(Duration::from_millis(500));
-    }
+    move_until(&|| both_up() || begin.elapsed() > LIMIT);
+    assert!(both_up(), "both local NICs are in use");
+    let (before, failed) = (moved(), AtomicBool::new(false));
+    let after = || failed.load(Ordering::Acquire) && moved() > before + 16 * LENGTH;
+    let retried: u64 = std::thread::scope(|scope| {
+        // Two, so that there is always work under way.
+        let movers = [(); 2].map(|()| scope.spawn(|| move_until(&after)));
+        while moved() < before + 2 * LENGTH && begin.elapsed() < LIMIT {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        rig.fabric.port_down(rig.port(1, 0));
+        failed.store(true, Ordering::Release);
+        movers
+            .map(|mover| mover.join().expect("moved"))
+            .iter()
+            .sum()
+    });
+    assert!(retried > 0, "work was cut off");
+    rig.fabric.port_up(rig.port(1, 0));
+    let more = moved() + LENGTH;
+    move_until(&|| moved() > more);
 }
 
 /// A write of `length` bytes from the first byte of each to the other.
