@@ -114,7 +114,7 @@ fn a_link_out_of_the_tree_leads_nowhere() {
 fn displays_that_are_no_gpus_do_not_count_and_visible_devices_are_exact() {
     let tree = Tree::new(1);
     for (slot, (class, vendor)) in [
-        ("0x030000", "0x1a03"),
+        ("0x030200", "0x1a03"),
         ("0x030200", "0x10de"),
         ("0x030200", "0x10de"),
         ("0x040300", "0x10de"),

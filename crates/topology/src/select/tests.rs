@@ -214,9 +214,13 @@ fn no_wish_of_the_operators_is_worth_a_rail_that_is_not_proved() {
         matrix: &matrix,
         devices: &devices,
     };
-    let tiers = names(own, own, &PeerAffinity::SameName);
-    assert_eq!(tiers[0], [pair("b", "b")]);
-    assert_eq!(tiers[1], [pair("a", "a")]);
+    let there = [rail("a", "10.0.0.3/16")];
+    let peer = End {
+        devices: &there,
+        ..own
+    };
+    let tiers = names(own, peer, &PeerAffinity::SameName);
+    assert_eq!(tiers, [[pair("b", "a")], [pair("a", "a")]]);
 }
 
 #[test]
