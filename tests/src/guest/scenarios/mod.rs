@@ -2,6 +2,7 @@
 
 use super::Scenario;
 
+mod in_process;
 mod interposer;
 mod port_flap;
 mod renumbered;
@@ -41,6 +42,7 @@ scenarios! {
     sigterm,
     rpc_unreachable,
     old_bytes,
+    one_process,
     device_faults,
     control_verb_hangs,
     cpp_engine_through_faults,

@@ -7,11 +7,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use rerail_engine::{Engine, EngineConfig, MemoryOptions, Request};
-use rerail_verbs::HostMemory;
+use rerail_engine::Request;
 
 use crate::guest::Scenario;
 use crate::guest::rig::{A0, A1};
+use crate::guest::scenarios::in_process::{engine, memory};
 
 pub(super) const SCENARIO: Scenario = Scenario {
     name: "no_old_byte_lands_in_reused_memory",
@@ -30,7 +30,7 @@ const WATCHED: Duration = Duration::from_secs(4);
 fn body() -> Result<()> {
     let target = engine("target", &["rxe_a0", "rxe_b0"])?;
     let initiator = engine("initiator", &["rxe_a1", "rxe_b1"])?;
-    let (from, to) = (memory(&initiator)?, memory(&target)?);
+    let (from, to) = (memory(&initiator, LENGTH)?, memory(&target, LENGTH)?);
     let segment = initiator.open_segment(target.name())?;
     let write = || Request::write(&segment, from.addr(), to.addr(), LENGTH as u64);
     let mut batch = initiator.allocate_batch(1);
@@ -67,17 +67,4 @@ fn body() -> Result<()> {
         );
     }
     Ok(())
-}
-
-fn engine(name: &str, devices: &[&str]) -> Result<Engine> {
-    let mut config = EngineConfig::new("P2PHANDSHAKE", name)?;
-    config.devices = devices.iter().map(|&device| device.to_owned()).collect();
-    config.advertise = Some("127.0.0.1".to_owned());
-    Ok(Engine::start(config, &rerail_verbs::ibv::devices()?)?)
-}
-
-fn memory(engine: &Engine) -> Result<HostMemory> {
-    let memory = HostMemory::allocate(LENGTH)?;
-    engine.register(&memory, MemoryOptions::default())?;
-    Ok(memory)
 }

@@ -1,0 +1,20 @@
+//! Engines in the scenario's own process.
+
+use anyhow::Result;
+use rerail_engine::{Engine, EngineConfig, MemoryOptions};
+use rerail_verbs::HostMemory;
+
+/// An engine over these devices, without a store.
+pub(super) fn engine(name: &str, devices: &[&str]) -> Result<Engine> {
+    let mut config = EngineConfig::new("P2PHANDSHAKE", name)?;
+    config.devices = devices.iter().map(|&device| device.to_owned()).collect();
+    config.advertise = Some("127.0.0.1".to_owned());
+    Ok(Engine::start(config, &rerail_verbs::ibv::devices()?)?)
+}
+
+/// Registered memory.
+pub(super) fn memory(engine: &Engine, length: usize) -> Result<HostMemory> {
+    let memory = HostMemory::allocate(length)?;
+    engine.register(&memory, MemoryOptions::default())?;
+    Ok(memory)
+}
