@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use rerail_transport::machine::ids::{LocalNic, RegionId};
 use rerail_transport::machine::publisher::KeyPair;
-use rerail_transport::rdma::memory::ChunkKeys;
+use rerail_transport::rdma::memory::{ChunkKeys, Holders};
 use rerail_transport::rdma::{NicSet, Piece, RegisteredMemory};
 use rerail_verbs::HostMemory;
 
@@ -73,6 +73,11 @@ impl Region {
 }
 
 impl Region {
+    /// Tells when nothing holds its registration with NICs any more.
+    pub(crate) fn holders(&self) -> Option<Holders> {
+        self.rdma.as_ref().map(RegisteredMemory::holders)
+    }
+
     /// Its chunks in the own record with the keys that a NIC has for them now.
     pub(crate) fn keys_of(&self, local: LocalNic) -> Vec<(RegionId, KeyPair)> {
         let chunks = self.rdma.iter().flat_map(RegisteredMemory::keys);

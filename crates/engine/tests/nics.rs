@@ -223,6 +223,31 @@ fn a_renumbered_port_is_published_with_its_new_gid_and_used_again() {
 }
 
 #[test]
+fn e07_a_gid_that_moves_to_another_row_is_used_there_and_not_published() {
+    let rig = rig(8);
+    let pair = Pair::new(&rig);
+    pair.write_until("both rails are up", || pair.both_up());
+    let before = generation(&pair.own);
+    let (port, address) = (rig.port(0, 0), address(0, 1));
+    let moved =
+        |event: &Event| matches!(event, Event::PortRead { outcome, .. } if *outcome == "moved");
+    // While a queue pair uses it, the old row stays a hole: the same bytes come back elsewhere.
+    assert!(rig.fabric.delete_address(port, address));
+    assert!(rig.fabric.add_address(port, address));
+    let seen = || pair.own_log.count(moved) > 0 || generation(&pair.own) > before;
+    pair.write_until("the port is read", seen);
+    let used = pair.bytes(0);
+    pair.write_until("the rail carries bytes", || {
+        pair.bytes(0) > used + (4 << 20)
+    });
+    let rails = pair.own.rails(&pair.segment);
+    let rtr = rails
+        .iter()
+        .filter(|rail| rail.local == "sim0" && rail.errors > 8);
+    assert_eq!(rtr.count(), 0, "connections over the old row: {rails:?}");
+}
+
+#[test]
 fn e01_events_without_a_change_cut_and_publish_nothing() {
     let rig = rig(4);
     let pair = Pair::new(&rig);

@@ -217,10 +217,13 @@ fn a_port_that_goes_down_costs_time_and_no_transfer() {
     let retried: u64 = std::thread::scope(|scope| {
         // Two, so that there is always work under way.
         let movers = [(); 2].map(|()| scope.spawn(|| move_until(&after)));
-        while moved() < before + 2 * LENGTH && begin.elapsed() < LIMIT {
+        // What rail 0 takes from now on stays under way, until the port fails.
+        let lost = rig.fabric.block(&[rig.port(0, 0)], &[rig.port(1, 0)]);
+        while moved() < before + 8 * LENGTH && begin.elapsed() < LIMIT {
             std::thread::sleep(Duration::from_millis(1));
         }
         rig.fabric.port_down(rig.port(1, 0));
+        lost.undo();
         failed.store(true, Ordering::Release);
         movers
             .map(|mover| mover.join().expect("moved"))

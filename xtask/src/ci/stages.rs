@@ -13,7 +13,7 @@ use crate::{consumers, cpp_engine, demo, interop, process, setup, sim, stores, t
 pub(super) const STAGES: &[Stage] = &[
     Stage {
         name: "setup",
-        budget_s: 120,
+        budget_s: 110,
         full_only: false,
         run: |_| setup::run(),
     },
@@ -55,7 +55,7 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "tests",
-        budget_s: 400,
+        budget_s: 500,
         full_only: false,
         run: tests,
     },
@@ -91,7 +91,7 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "guest",
-        budget_s: 670,
+        budget_s: 580,
         full_only: false,
         run: scenarios,
     },

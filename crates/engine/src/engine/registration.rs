@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use rerail_metadata::descriptor::JsonForm;
 use rerail_transport::machine::ids::RegionId;
 use rerail_transport::machine::publisher::{Edit, KeyPair};
+use rerail_transport::rdma::memory::Holders;
 use rerail_transport::rdma::{Piece, RegisteredMemory};
 use rerail_verbs::{AccessFlags, HostMemory, VerbsError};
 
@@ -91,11 +92,16 @@ impl Engine {
     /// device has not deregistered it in time. Call it again then.
     pub fn unregister(&self, addr: u64) -> Result<()> {
         let removal = self.inner.registry_mut().remove(addr)?;
+        let mut holders = None;
         match removal {
             Removal::Counted => return Ok(()),
-            Removal::Last(region) => self.inner.unpublish(&region),
+            Removal::Last(region) => {
+                self.inner.unpublish(&region);
+                holders = region.holders();
+            }
             Removal::Leaving => {}
         }
+        self.inner.wait_released(addr, holders)?;
         self.inner.wait_deregistered(addr)?;
         self.inner.registry_mut().free(addr);
         Ok(())
@@ -199,6 +205,20 @@ impl Inner {
                 Ok(())
             });
         }
+    }
+
+    /// Waits until nobody holds a registration that was removed: a device that is being opened
+    /// again registers all memory, and holds it meanwhile.
+    fn wait_released(&self, addr: u64, holders: Option<Holders>) -> Result<()> {
+        let begin = Instant::now();
+        while holders.as_ref().is_some_and(|holders| !holders.are_gone()) {
+            if begin.elapsed() > DEREGISTER_LIMIT {
+                let owner = "a device that is being opened again".to_owned();
+                return Err(EngineError::StillOwnedByHardware { addr, owner });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     /// Waits until every NIC has deregistered what was dropped before: regions are destroyed by

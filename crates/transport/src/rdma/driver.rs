@@ -67,7 +67,7 @@ pub struct Driver {
     progress_timeout: Duration,
     lanes: Vec<Lane>,
     /// Lanes that may be used for other rails.
-    free_lanes: Vec<usize>,
+    free_lanes: VecDeque<usize>,
     /// Lane at which posting starts, so that none is always last.
     rotation: usize,
     links: Slab<Box<Link>>,
@@ -102,7 +102,7 @@ impl Driver {
             window_bytes: config.window_bytes,
             progress_timeout: config.progress_timeout,
             lanes: Vec::new(),
-            free_lanes: Vec::new(),
+            free_lanes: VecDeque::new(),
             rotation: 0,
             links: Slab::with_capacity(config.endpoints_max),
             link_keys: HashMap::new(),
@@ -236,7 +236,8 @@ impl Driver {
             return slot;
         }
         let lane = Lane::new(Arc::clone(rail));
-        let slot = match self.free_lanes.pop() {
+        // The oldest first: a free lane holds the rail that it had until it is used again.
+        let slot = match self.free_lanes.pop_front() {
             Some(slot) => {
                 self.lanes[slot] = lane;
                 slot
@@ -300,7 +301,7 @@ impl Driver {
             let count = match cq.poll(&mut self.completions) {
                 Ok(count) => count,
                 Err(error) => {
-                    self.break_all(&error.to_string());
+                    self.break_all(&error.to_string(), self.openings.number(index));
                     return busy;
                 }
             };
@@ -416,7 +417,7 @@ impl Driver {
         let Some(link) = self.links.get_mut(key) else {
             return false;
         };
-        let Some(pairs) = link.open_pairs() else {
+        let Some(pairs) = link.open_pairs().filter(|_| self.nic.is_gate_open()) else {
             return false;
         };
         let queue = link.next_queue;
@@ -441,6 +442,16 @@ impl Driver {
                 continue;
             };
             let transfer = Arc::clone(&work.transfer);
+            let own = transfer.spec().local.at(slice.offset);
+            let own = own.and_then(|(_, _, keys)| keys.get(self.nic.index().0 as usize));
+            if own.is_none() {
+                // The device died: other NICs still have keys.
+                transfer.unclaim(slice);
+                if let Some(work) = lane.pending.pop_front() {
+                    self.unsent.push_back(Report::Stranded(work.dequeue()));
+                }
+                continue;
+            }
             let peer_nic = lane.rail.peer_nic().index;
             let Some(mut request) = work_request(&transfer, slice, self.nic.index().0, peer_nic)
             else {

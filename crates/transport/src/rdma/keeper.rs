@@ -557,7 +557,9 @@ fn is_error(cause: &RailCause) -> bool {
         RailCause::Completion(status) | RailCause::Probe(status) => {
             !matches!(verdict(*status), Verdict::Request(_))
         }
+        // A peer that closes or rebuilds its end has reasons of its own.
         RailCause::Closed
+        | RailCause::PeerClosed
         | RailCause::LocalPort
         | RailCause::PeerNic
         | RailCause::Proved

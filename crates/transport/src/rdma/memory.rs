@@ -89,6 +89,11 @@ impl RegisteredMemory {
         })
     }
 
+    /// Tells when nothing holds the registration any more.
+    pub fn holders(&self) -> Holders {
+        Holders(Arc::downgrade(&self.inner))
+    }
+
     /// The memory.
     pub fn memory(&self) -> &HostMemory {
         &self.inner.memory
@@ -156,6 +161,17 @@ impl Chunk {
     }
 }
 
+/// Tells when the regions of a registration are on their way to be destroyed.
+#[derive(Clone, Debug)]
+pub struct Holders(Weak<Inner>);
+
+impl Holders {
+    /// True once nothing holds it: its regions were handed to the control threads.
+    pub fn are_gone(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+}
+
 /// All that is registered, so that it can be registered again with a device that died.
 #[derive(Debug, Default)]
 pub(super) struct Registrations {
@@ -182,7 +198,12 @@ impl Registrations {
 
     /// Lets go of all regions on a NIC whose device is dead. Blocks while something is registered.
     pub(super) fn release(&self, nic: &Nic) {
-        for memory in self.lock().iter().filter_map(Weak::upgrade) {
+        let all = self.lock();
+        if nic.opening().is_some() {
+            // It was opened again meanwhile, under the same lock: these are its new regions.
+            return;
+        }
+        for memory in all.iter().filter_map(Weak::upgrade) {
             memory.release(nic.index().0 as usize);
         }
     }

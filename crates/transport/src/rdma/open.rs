@@ -6,6 +6,7 @@ use rerail_verbs::{Device, DeviceList};
 
 use super::config::RdmaConfig;
 use super::nic::{Nic, PortWish};
+use super::opening::Opening;
 use crate::TransportError;
 use crate::machine::ids::LocalNic;
 
@@ -46,6 +47,7 @@ pub(super) fn open_nics(
                 Err(error) => {
                     if matches!(error, TransportError::Port { .. }) {
                         unusable.push((device, port));
+                        ports = ports.max(ports_of(device, config));
                     } else {
                         tracing::warn!(device = device.name(), port, %error, "port left out");
                     }
@@ -72,6 +74,17 @@ pub(super) fn open_nics(
         }
     }
     Ok(nics)
+}
+
+/// How many ports a device has of which the first cannot be used.
+fn ports_of(device: &Device, config: &RdmaConfig) -> u32 {
+    match Opening::new(device, 0, config) {
+        Ok(opening) => opening.attr().phys_port_cnt.min(PORTS_MAX),
+        Err(error) => {
+            tracing::warn!(device = device.name(), %error, "its further ports are not looked at");
+            1
+        }
+    }
 }
 
 /// Number and name of the next NIC.

@@ -52,6 +52,12 @@ const EVENTS_MAX: usize = 64;
 /// Longest sleep: then it is looked at whether control threads hang.
 const SLEEP_MAX: Duration = Duration::from_millis(250);
 
+/// A thread that wakes so much later than it wanted to did not get to run.
+const GAP: Duration = Duration::from_millis(500);
+
+/// How long others may take then to do what was theirs to do.
+const CATCH_UP: Duration = Duration::from_millis(100);
+
 /// A verb that has run longer than it rightly may is taken for hung.
 const VERB_LIMIT: Duration = Duration::from_secs(1);
 
@@ -207,9 +213,14 @@ impl Watcher {
     }
 
     fn run(&mut self) {
+        let mut due = self.parts.clock.now();
         while !self.shared.stop.load(Ordering::Acquire) {
-            let now = self.parts.clock.now();
-            let due = self.step(now);
+            if self.parts.clock.now() > due + GAP {
+                // This process was stopped: whoever works for it has to catch up before anybody is
+                // said to be late.
+                std::thread::sleep(CATCH_UP);
+            }
+            due = self.step(self.parts.clock.now());
             self.wait(due);
         }
     }
@@ -366,19 +377,30 @@ impl Watcher {
             observer,
         } = &mut entries[index];
         let epoch = observer.epoch();
-        drive(observer, now, |action| match action {
-            Action::ReadPort(read) => {
-                if let Some(opening) = opening.as_ref() {
-                    read_in_pool(parts, shared, nic, opening, (epoch, read));
+        let mut actions = Vec::new();
+        drive(observer, now, |action| actions.push(action));
+        for action in actions {
+            match action {
+                Action::ReadPort(read) => {
+                    if let Some(opening) = opening.as_ref() {
+                        read_in_pool(parts, shared, nic, opening, (epoch, read));
+                    }
                 }
+                Action::ReleaseContext { cause } => {
+                    *opening = None;
+                    release(parts, nic, now, &cause);
+                }
+                Action::Reopen { epoch } => reopen_in_pool(parts, shared, nic, epoch),
+                Action::HalfOpen { .. } => {
+                    // A GID that only moved to another row is not published, and used all the same.
+                    if let Some(found) = observer.facts(nic.port()) {
+                        adopt(parts, nic, found);
+                    }
+                    act(parts, nic, now, action);
+                }
+                action => act(parts, nic, now, action),
             }
-            Action::ReleaseContext { cause } => {
-                *opening = None;
-                release(parts, nic, now, &cause);
-            }
-            Action::Reopen { epoch } => reopen_in_pool(parts, shared, nic, epoch),
-            action => act(parts, nic, now, action),
-        });
+        }
     }
 }
 
@@ -416,6 +438,10 @@ fn act(parts: &Parts, nic: &Arc<Nic>, now: Time, action: Action) {
             if let Some(facts) = PortFacts::of(&facts, &gids, mtu_max).filter(|_| facts.up) {
                 nic.set_facts(facts);
             }
+            if !facts.up && nic.is_gate_open() {
+                // The first that is learnt of a port that was usable when it was opened.
+                shut(parts, nic, LocalGate::Closed, "the port is down");
+            }
             parts.listener.port(nic.index(), facts, gids);
         }
         Action::ReplaceLazily { changes, .. } => {
@@ -437,9 +463,27 @@ fn act(parts: &Parts, nic: &Arc<Nic>, now: Time, action: Action) {
     }
 }
 
+/// Has endpoints that are made from now on use what was found.
+fn adopt(parts: &Parts, nic: &Nic, found: &observer::PortFacts) {
+    let gids = nic
+        .facts()
+        .map_or_else(Vec::new, |facts| facts.gids.clone());
+    if let Some(facts) = PortFacts::of(found, &gids, parts.config.mtu_max) {
+        nic.set_facts(facts);
+    }
+}
+
+/// Closes a NIC to everything.
+fn shut(parts: &Parts, nic: &Nic, gate: LocalGate, cause: &str) {
+    nic.set_gate(false);
+    parts.router.local_gate(nic.index(), gate);
+    parts.connector.close_all(Some(nic.index().0), cause);
+}
+
 /// Lets go of a dead device and of all that was made of it, without waiting for it.
 fn release(parts: &Parts, nic: &Arc<Nic>, now: Time, cause: &DeathCause) {
     tracing::error!(nic = nic.name(), %cause, "the device is given up");
+    shut(parts, nic, LocalGate::Dead, &cause.to_string());
     nic.release();
     let (registrations, dead) = (Arc::clone(&parts.registrations), Arc::clone(nic));
     // A registration that hangs in the dead device must not hold up the others' news.

@@ -137,7 +137,7 @@ impl Driver {
         for (index, lane) in self.lanes.iter_mut().enumerate() {
             if !lane.is_free && lane.is_abandoned() {
                 lane.is_free = true;
-                self.free_lanes.push(index);
+                self.free_lanes.push_back(index);
             }
         }
     }

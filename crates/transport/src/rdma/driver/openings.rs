@@ -50,6 +50,13 @@ impl Openings {
         self.polled.len()
     }
 
+    /// Number of the opening at a place, or of the latest.
+    pub(super) fn number(&self, index: usize) -> u32 {
+        self.polled
+            .get(index)
+            .map_or(self.seen, |opening| opening.number())
+    }
+
     pub(super) fn cq(&self, index: usize) -> Option<&CompletionQueue> {
         self.polled.get(index).map(|opening| opening.cq())
     }

@@ -38,11 +38,14 @@ impl Driver {
     }
 
     /// Breaks every link: the completion queue is gone.
-    pub(super) fn break_all(&mut self, cause: &str) {
+    pub(super) fn break_all(&mut self, cause: &str, opening: u32) {
         let mut keys = std::mem::take(&mut self.keys);
         self.links.keys_into(&mut keys);
         for key in &keys {
-            self.break_link(*key, cause);
+            let link = self.links.get_mut(*key);
+            if link.is_some_and(|link| link.opening == opening) {
+                self.break_link(*key, cause);
+            }
         }
         self.keys = keys;
     }
