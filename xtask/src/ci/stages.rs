@@ -55,7 +55,7 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "tests",
-        budget_s: 500,
+        budget_s: 450,
         full_only: false,
         run: tests,
     },
@@ -79,7 +79,7 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "demo",
-        budget_s: 70,
+        budget_s: 120,
         full_only: false,
         run: show,
     },

@@ -10,8 +10,8 @@ use crate::artifacts::Artifacts;
 use crate::{cpp_engine, setup, workspace};
 
 /// How long all scenarios of a kind may take together.
-const LIMIT_S: u64 = 1200;
-const LIMIT_FULL_S: u64 = 3600;
+const LIMIT_S: u64 = 2400;
+const LIMIT_FULL_S: u64 = 4800;
 /// The C++ engine takes gigabytes for itself at start, and dies silently if it does not get them.
 /// QEMU takes from this machine only what is used.
 const MEMORY_MIB: u32 = 12_288;
