@@ -42,6 +42,8 @@ use crate::machine::{Machine, Time, drive};
 
 mod hints;
 mod read;
+#[cfg(test)]
+mod tests;
 
 use hints::Hints;
 pub(super) use read::read_port;
