@@ -116,3 +116,36 @@ fn name(nics: &[Arc<Nic>], device: &str, port: u32) -> String {
         device.to_owned()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use rerail_verbs::sim::{FabricOptions, NicOptions, PortId, PortOptions, RealTimeFabric};
+
+    use super::*;
+
+    #[test]
+    fn a_second_port_is_found_though_the_first_is_down() {
+        let fabric = RealTimeFabric::start(FabricOptions::card(1)).expect("a thread");
+        let node = fabric.add_node("host");
+        let port = |number: u8| {
+            let address = IpAddr::from([10, 0, 0, number]);
+            PortOptions::ethernet(&format!("eth{number}"), &[address])
+        };
+        let options = NicOptions {
+            ports: vec![port(1), port(2)],
+            ..NicOptions::ethernet("sim0", IpAddr::from([10, 0, 0, 1]))
+        };
+        let nic = fabric.add_nic(node, &options);
+        fabric.port_down(PortId { nic, port: 1 });
+        let devices = fabric.devices_of(fabric.add_process(node));
+        let nics = open_nics(&devices, &[], &RdmaConfig::default()).expect("one works");
+        let opened: Vec<_> = nics
+            .iter()
+            .map(|nic| (nic.name(), nic.port(), nic.is_gate_open()))
+            .collect();
+        // The one that works has the device's name; the other is taken in once it works.
+        assert_eq!(opened, [("sim0", 2, true), ("sim0:1", 1, false)]);
+    }
+}

@@ -272,3 +272,38 @@ impl Drop for RdmaTransport {
         self.dispatcher.abort();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::rig::{KIB, Move, peer_of, registered, rig};
+
+    #[test]
+    fn a_nic_that_has_lost_its_keys_fails_no_transfer() {
+        let rig = rig(3, 2);
+        let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+        let peer = peer_of(&a, 1, &b);
+        let (source, target) = (registered(&a, 512 * KIB), registered(&b, 512 * KIB));
+        let write = Move::all(&a, &peer, &source, &target);
+        write.run().expect("moved");
+        // The device died, and whoever closes its gate has not come to it yet.
+        let nic = &a.nics()[0];
+        nic.release();
+        a.registrations.release(nic);
+        assert!(nic.is_gate_open());
+        for _ in 0..8 {
+            write.run().expect("over the other NIC");
+        }
+    }
+
+    #[test]
+    fn a_registration_is_held_until_the_last_who_has_it_lets_go() {
+        let rig = rig(4, 1);
+        let transport = rig.transport(0, "a1");
+        let memory = registered(&transport, KIB);
+        let (holders, reopening) = (memory.holders(), memory.clone());
+        drop(memory);
+        assert!(!holders.are_gone(), "a device that is opened again has it");
+        drop(reopening);
+        assert!(holders.are_gone());
+    }
+}
