@@ -87,6 +87,12 @@ struct Table {
     /// The endpoints in use between a local NIC and a peer's NIC path: mostly one, and one more per
     /// instance of a peer that was restarted.
     current: HashMap<(u32, String), Vec<Current>>,
+    /// Those that begin to close and are not fenced yet: a peer's request to close is answered by
+    /// them, once their queue pairs are in ERR.
+    closing: HashMap<(u32, String), Vec<(EndpointKey, Mailbox)>>,
+    /// The first packet number that the peer said for an endpoint: its request to close says it
+    /// again.
+    peer_psns: HashMap<EndpointKey, u32>,
     /// All endpoints, those that are closing included.
     by_key: HashMap<EndpointKey, Mailbox>,
     /// Those that a peer has asked for and that are not connected, with their NIC.
@@ -105,6 +111,19 @@ impl Table {
     fn current(&self, place: &(u32, String), peer_instance: &Option<String>) -> Option<&Current> {
         let mut here = self.current.get(place)?.iter();
         here.find(|current| is_same(&current.peer_instance, peer_instance))
+    }
+
+    /// The endpoint that is closing and that a request to close is about: the one that has heard
+    /// its packet number. C++ peers say none; theirs is about the latest, if no other is in use.
+    fn closing_for(&self, place: &(u32, String), psn: Option<u32>) -> Option<Mailbox> {
+        let here = self.closing.get(place)?;
+        let found = match psn {
+            Some(psn) => here
+                .iter()
+                .find(|(key, _)| self.peer_psns.get(key) == Some(&psn)),
+            None => here.last().filter(|_| !self.current.contains_key(place)),
+        };
+        found.map(|(_, mailbox)| mailbox.clone())
     }
 }
 
@@ -245,6 +264,15 @@ impl Connector {
         let place = (nic.index().0, offer.local_path.clone());
         let instance = offer.instance.clone();
         let mut mail = Mail::Request(offer, answer);
+        if let Mail::Request(offer, _) = &mail
+            && offer.qp_nums.is_empty()
+            && let Some(mailbox) = table.closing_for(&place, offer.psn)
+        {
+            match mailbox.send(mail) {
+                Ok(()) => return,
+                Err(mpsc::error::SendError(back)) => mail = back,
+            }
+        }
         if let Some(current) = table.current(&place, &instance) {
             match current.mailbox.send(mail) {
                 Ok(()) => return,
@@ -385,10 +413,19 @@ impl Connector {
         self.table().half_open.remove(&key);
     }
 
+    /// The peer of an endpoint said the first packet number that it will send.
+    fn heard(&self, key: EndpointKey, psn: u32) {
+        self.table().peer_psns.insert(key, psn);
+    }
+
     /// The endpoint begins to close: the next request or rail gets another one.
     fn retire(&self, nic: &Nic, peer_path: &str, key: EndpointKey) {
         let mut table = self.table();
         let place = (nic.index().0, peer_path.to_owned());
+        if let Some(mailbox) = table.by_key.get(&key).cloned() {
+            let closing = table.closing.entry(place.clone()).or_default();
+            closing.push((key, mailbox));
+        }
         if let Some(here) = table.current.get_mut(&place) {
             here.retain(|current| current.key != key);
             if here.is_empty() {
@@ -402,6 +439,11 @@ impl Connector {
         let mut table = self.table();
         table.by_key.remove(&key);
         table.half_open.remove(&key);
+        table.peer_psns.remove(&key);
+        table.closing.retain(|_, here| {
+            here.retain(|(other, _)| *other != key);
+            !here.is_empty()
+        });
     }
 
     /// The right to one of a server's handshakes.

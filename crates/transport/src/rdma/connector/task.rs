@@ -195,7 +195,12 @@ impl EndpointTask {
     async fn act(&mut self, action: Action) {
         match action {
             Action::Prepare => self.prepare(),
-            Action::Raise(peer) => self.raise(peer),
+            Action::Raise(peer) => {
+                if let Some(psn) = peer.psn {
+                    self.connector.heard(self.key, psn);
+                }
+                self.raise(peer);
+            }
             Action::Ask(offer) if offer.local_path == offer.peer_path => self.loop_back(offer),
             Action::Ask(offer) => self.exchange(offer, |reply| Some(Input::Replied(reply))),
             Action::Acknowledge(offer) => {

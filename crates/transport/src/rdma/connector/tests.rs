@@ -347,3 +347,36 @@ fn whom_the_engine_does_not_admit_is_refused_in_its_words() {
     accept(acknowledgement).expect("acknowledged");
     drop(a);
 }
+
+#[test]
+fn a_close_for_an_endpoint_that_is_closing_is_answered_once_its_queue_pairs_have_stopped() {
+    const HANGS: Duration = Duration::from_millis(700);
+    let rig = rig(12, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, KIB), registered(&b, KIB));
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    // What `a` said when it connected; its request to close says the packet number again.
+    let carried = rig.wire.carried.lock().expect("whole").clone();
+    let asked = carried.iter().find(|offer| offer.ready_ack == Some(false));
+    let close = Offer {
+        qp_nums: Vec::new(),
+        ready_ack: None,
+        ..asked.expect("it connected").clone()
+    };
+    // Whatever `b` says to `a` is lost, so that `a` does not begin to close by itself.
+    rig.wire.loses_closes.store(true, Ordering::SeqCst);
+    let begin = Instant::now();
+    rig.fabric.hang_control(rig.hosts[1].1[0], HANGS);
+    assert_eq!(b.connector().close_all(Some(0), "its port failed"), 1);
+    let place = (0, a.identity().path(&a.nics()[0]));
+    wait_until("it begins to close", || {
+        b.connector().table().closing.contains_key(&place)
+    });
+    let answer = rig.runtime.block_on(b.connector().accept(close));
+    assert_eq!(answer.expect_err("a close is refused"), CLOSED);
+    assert!(
+        begin.elapsed() >= HANGS,
+        "its queue pairs were not in ERR yet"
+    );
+}

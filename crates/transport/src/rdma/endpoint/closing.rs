@@ -64,10 +64,11 @@ impl Endpoint {
             self.act(Action::Detach);
         }
         self.act(Action::ToError);
-        // A peer that closed or rebuilt its end has left ours; one that never saw ours has
-        // nothing to close.
-        let peer_closed = matches!(cause, CloseCause::PeerClosed | CloseCause::PeerRebuilt)
-            || self.peer.is_none();
+        // A peer that never saw our end has nothing to close, and a C++ peer that closed or rebuilt
+        // its end has left ours. A Rerail peer may say so while its queue pairs still work: only
+        // its answer to us says that they do not.
+        let left = matches!(cause, CloseCause::PeerClosed | CloseCause::PeerRebuilt);
+        let peer_closed = (left && !self.peer_confirms()) || self.peer.is_none();
         if !peer_closed {
             let offer = Offer {
                 qp_nums: Vec::new(),
@@ -88,11 +89,18 @@ impl Endpoint {
         });
     }
 
+    /// Whether the peer answers a request to close only once its queue pairs are in ERR or gone.
+    fn peer_confirms(&self) -> bool {
+        let peer = self.peer.as_ref();
+        peer.is_some_and(|peer| peer.instance.is_some())
+    }
+
     pub(super) fn close_requested(&mut self, now: Time, token: Token) {
         self.close(now, CloseCause::PeerClosed);
+        let confirms = self.peer_confirms();
         let pending = match &mut self.state {
             State::Failing(closing) => {
-                closing.peer_closed = true;
+                closing.peer_closed |= !confirms;
                 let wait = !closing.in_error;
                 if wait {
                     closing.closers.push(token);

@@ -472,6 +472,41 @@ fn a_peers_request_to_close_is_answered_only_once_our_end_is_in_error() {
 }
 
 #[test]
+fn that_a_rerail_peer_closes_is_no_proof_that_its_queue_pairs_have_stopped() {
+    let peer_of = |instance: Option<&str>| Offer {
+        instance: instance.map(str::to_owned),
+        ..offer("b", "a", 5)
+    };
+    for (instance, proves) in [(Some("b1"), false), (None, true)] {
+        let mut endpoint = offered();
+        handle(&mut endpoint, Input::Replied(Ok(peer_of(instance))));
+        handle(&mut endpoint, Input::Raised(Ok(())));
+        handle(&mut endpoint, Input::Acknowledged(Ok(())));
+        let close = Offer {
+            qp_nums: Vec::new(),
+            ..peer_of(instance)
+        };
+        let out = handle(&mut endpoint, Input::Requested(Token(6), close));
+        let asks = out
+            .iter()
+            .any(|action| matches!(action, Action::TellPeer(_)));
+        assert_eq!(asks, !proves, "it is asked back: {out:?}");
+        handle(&mut endpoint, Input::InError);
+        handle(&mut endpoint, Input::Drained);
+        let out = handle(&mut endpoint, Input::Destroyed);
+        assert_eq!(
+            out.contains(&Action::Fenced),
+            proves,
+            "{instance:?}: {out:?}"
+        );
+        if !proves {
+            let out = handle(&mut endpoint, Input::PeerClosed);
+            assert!(out.contains(&Action::Fenced), "its answer does: {out:?}");
+        }
+    }
+}
+
+#[test]
 fn a_late_close_of_an_earlier_connection_leaves_the_next_alone() {
     let mut endpoint = offered();
     let own = Offer {
