@@ -19,10 +19,12 @@ use super::inbox::{EndpointKey, Inbox, Order};
 use super::keeper::{Binding, RailKeeper};
 use super::nic::Nic;
 use super::opening::Opening;
+use super::paths::Paths;
 use super::rail::Rail;
 use super::signaling::Signaling;
 use super::transfer::Transfer;
 use crate::machine::ids::LocalNic;
+use crate::machine::rail::ProbeKind;
 
 mod task;
 
@@ -79,6 +81,7 @@ struct Shared {
     admission: OnceLock<Arc<dyn Admission>>,
     unfenced: AtomicU64,
     table: Mutex<Table>,
+    paths: Mutex<Paths>,
 }
 
 #[derive(Default)]
@@ -161,6 +164,7 @@ impl Connector {
                 admission: OnceLock::new(),
                 unfenced: AtomicU64::new(0),
                 table: Mutex::default(),
+                paths: Mutex::default(),
             }),
         }
     }
@@ -225,12 +229,19 @@ impl Connector {
     }
 
     /// Gives the endpoint of a rail's binding up. If the rail is only `forgotten`, one that serves
-    /// other rails or the peer stays.
-    pub(super) fn release(&self, rail: &Arc<Rail>, binding: Binding, forgotten: bool) {
+    /// other rails or the peer stays. `unproved` is the probe that it did not pass, if that is why.
+    pub(super) fn release(
+        &self,
+        rail: &Arc<Rail>,
+        binding: Binding,
+        forgotten: bool,
+        unproved: Option<ProbeKind>,
+    ) {
         let mail = Mail::Release {
             rail: Arc::clone(rail),
             binding,
             forgotten,
+            unproved,
         };
         // One that is gone needs no closing.
         drop(self.send(rail.endpoint(), mail));
@@ -458,6 +469,12 @@ impl Connector {
             .permits
             .insert(server.to_owned(), Arc::downgrade(&permits));
         permits
+    }
+
+    fn paths(&self) -> MutexGuard<'_, Paths> {
+        // What is learnt is whole whatever panicked.
+        let paths = self.shared.paths.lock();
+        paths.unwrap_or_else(PoisonError::into_inner)
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {

@@ -29,7 +29,7 @@ use crate::machine::{Machine, Time};
 mod action;
 mod closing;
 
-pub use action::{Action, CloseCause, Input, LocalEnds, Offer, PeerEnds, Token};
+pub use action::{Action, CloseCause, Input, LocalEnds, Offer, PeerEnds, Token, UNREACHABLE};
 pub use closing::CLOSED;
 
 /// Time limits of an endpoint.
@@ -157,6 +157,14 @@ impl Endpoint {
     pub fn peer_instance(&self) -> Option<&String> {
         let told = self.peer.as_ref().and_then(|peer| peer.instance.as_ref());
         told.or(self.parties.peer_instance.as_ref())
+    }
+
+    /// The peer's GID, as far as it is known: by its message, else by its record.
+    pub fn peer_gid(&self) -> Option<Gid> {
+        let told = self.peer.as_ref().map(|peer| peer.gid);
+        let early = || self.early.as_ref().and_then(|(_, offer)| offer.gid);
+        let recorded = || self.parties.fallback.map(|(gid, _)| gid);
+        told.or_else(early).or_else(recorded)
     }
 
     fn act(&mut self, action: Action) {
@@ -479,6 +487,11 @@ impl Machine for Endpoint {
         match input {
             Input::Open => self.open(),
             Input::Prepared(result) => self.prepared(now, result),
+            Input::Uses(gid) => {
+                if let Some(local) = &mut self.local {
+                    local.gid = Some(gid);
+                }
+            }
             Input::Raised(result) => self.raised(now, result),
             Input::Replied(reply) => self.replied(now, reply),
             Input::Acknowledged(reply) => self.acknowledged(now, reply),

@@ -30,7 +30,7 @@ use crate::machine::rail::{
     Action, ConnectFault, Input, LocalGate, NoPath, Path, ProbeKind, RailCause, RailConfig,
     RailState, RailTraits, Rails,
 };
-use crate::machine::verdict::{Verdict, verdict};
+use crate::machine::verdict::{RequestFault, Verdict, verdict};
 use crate::machine::{Machine, Time, drive, ids};
 
 /// How often peers that are gone or idle are looked for.
@@ -57,6 +57,8 @@ pub(super) enum Command {
         rail: Arc<Rail>,
         binding: Binding,
         forgotten: bool,
+        /// The probe that it did not pass, if that is why.
+        unproved: Option<ProbeKind>,
     },
     /// Probe it.
     Probe {
@@ -377,12 +379,14 @@ impl Book {
                         rail,
                         binding,
                         forgotten,
+                        unproved: None,
                     });
                 }
             }
             Action::Probe { rail, probe, kind } => {
                 if let Some(entry) = self.rails.get(&rail) {
                     let rail = Arc::clone(&entry.rail);
+                    rail.set_unproved(Some(kind));
                     self.commands
                         .push_back(Command::Probe { rail, probe, kind });
                 }
@@ -425,6 +429,20 @@ impl Book {
         }
         match to {
             RailState::Down => {
+                // The machine has its endpoint dropped first.
+                let dropped = self
+                    .commands
+                    .iter_mut()
+                    .rev()
+                    .find_map(|command| match command {
+                        Command::Drop {
+                            rail: of, unproved, ..
+                        } if Arc::ptr_eq(of, rail) => Some(unproved),
+                        _ => None,
+                    });
+                if let Some(unproved) = dropped.filter(|_| is_silence(&cause)) {
+                    *unproved = rail.unproved();
+                }
                 let first = rail.went_down(cause.to_string(), is_error(&cause));
                 // A rail that stays down says so once.
                 if carries_work(from) || first {
@@ -433,7 +451,10 @@ impl Book {
                     tracing::debug!(%rail, %cause, "rail still down");
                 }
             }
-            RailState::Up => tracing::info!(%rail, "rail up"),
+            RailState::Up => {
+                rail.set_unproved(None);
+                tracing::info!(%rail, "rail up");
+            }
             RailState::Suspect => tracing::warn!(%rail, %cause, "rail suspect"),
             RailState::HalfOpen => tracing::debug!(%rail, %cause, "rail half-open"),
         }
@@ -549,6 +570,18 @@ impl Book {
 
 fn carries_work(state: RailState) -> bool {
     matches!(state, RailState::Up | RailState::Suspect)
+}
+
+/// Whether a probe was not answered, or in a way that says that packets do not fit.
+fn is_silence(cause: &RailCause) -> bool {
+    match cause {
+        RailCause::Probe(status) => matches!(
+            verdict(*status),
+            Verdict::Path | Verdict::Request(RequestFault::Length)
+        ),
+        RailCause::ProofTimeout => true,
+        _ => false,
+    }
 }
 
 /// Whether a cause is held against the rail in its statistics.

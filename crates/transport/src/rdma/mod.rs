@@ -12,6 +12,7 @@
 //! | [`inbox`] | the queues between data and control |
 //! | [`endpoint`] | the life of one connection, as a machine |
 //! | [`connector`] | which endpoint a rail or a request belongs to, and the machines' driver |
+//! | `pairs`, `paths` | queue pairs, and with which own GID and path MTU they are connected |
 //! | [`signaling`] | how Connection messages reach a peer |
 //! | [`events`] | what the engine is told of the rails, and asked |
 //! | [`watch`] | events and readings of the own ports, and what follows from them |
@@ -41,6 +42,7 @@ pub mod nic;
 mod open;
 pub mod opening;
 mod pairs;
+mod paths;
 pub mod rail;
 #[cfg(test)]
 mod rig;

@@ -5,14 +5,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use rerail_topology::gid::{PortTable, rank};
 use rerail_verbs::{
-    AccessFlags, ControlThread, InitAttr, PathAttr, QpCapacity, QpInit, QueuePair, RtrAttr, RtsAttr,
+    AccessFlags, ControlThread, Gid, InitAttr, Mtu, PathAttr, QpCapacity, QpInit, QueuePair,
+    RtrAttr, RtsAttr, VerbsError,
 };
+use rustix::io::Errno;
 
 use super::config::RdmaConfig;
-use super::endpoint::{LocalEnds, PeerEnds};
+use super::endpoint::{LocalEnds, PeerEnds, UNREACHABLE};
 use super::nic::{Nic, PortFacts};
 use super::opening::Opening;
+use super::paths::{self, Advice, Row};
+use super::watch::read_port;
 use crate::TransportError;
 
 /// Reads in flight on a queue pair. C++ peers ask for 16 without looking at the device.
@@ -25,13 +30,44 @@ const MIN_RNR_TIMER: u8 = 12;
 /// takes a second, and a busy host adds to that.
 const RESOLVE_LIMIT: Duration = Duration::from_secs(2);
 
+/// With these RTR is refused for an address that has gone, or that the peer's cannot be reached
+/// from.
+const UNREACHABLE_ERRNOS: [Errno; 6] = [
+    Errno::INVAL,
+    Errno::NODATA,
+    Errno::NODEV,
+    Errno::NETUNREACH,
+    Errno::HOSTUNREACH,
+    Errno::TIMEDOUT,
+];
+
+/// Queue pairs in INIT, and what they may be connected with.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    pub(super) pairs: Vec<QueuePair>,
+    /// With the best of `rows`.
+    pub(super) local: LocalEnds,
+    /// Own rows to try, best first.
+    pub(super) rows: Vec<Row>,
+}
+
+/// What became of [`raise`].
+#[derive(Debug)]
+pub(super) struct Raised {
+    /// Own GIDs that do not reach the peer's.
+    pub(super) refused: Vec<Gid>,
+    /// The own GID that is connected, or why none is.
+    pub(super) outcome: Result<Gid, String>,
+}
+
 /// Makes the queue pairs of an endpoint and moves them to INIT.
 pub(super) fn prepare(
     nic: &Nic,
     opening: &Opening,
     config: &RdmaConfig,
+    advice: &Advice,
     psn: u32,
-) -> Result<(Vec<QueuePair>, LocalEnds), TransportError> {
+) -> Result<Prepared, TransportError> {
     let capacity = QpCapacity {
         send_wr_max: config.send_wr_max.min(nic.attr().max_qp_wr),
         // Nothing is ever received, but some drivers refuse a queue of no entries.
@@ -48,6 +84,10 @@ pub(super) fn prepare(
             | AccessFlags::REMOTE_WRITE
             | AccessFlags::REMOTE_ATOMIC,
     };
+    let facts = facts(nic)?;
+    let (rows, active_mtu) = own_rows(nic, opening, config, &facts, advice)?;
+    let bounds = [active_mtu, Some(config.mtu_max), advice.mtu_max];
+    let path_mtu = bounds.into_iter().flatten().fold(facts.mtu, Ord::min);
     let mut pairs = Vec::new();
     for _ in 0..config.qp_per_endpoint {
         let pair = opening.pd().create_qp(QpInit {
@@ -58,36 +98,112 @@ pub(super) fn prepare(
         pair.to_init(&init)?;
         pairs.push(pair);
     }
-    let facts = facts(nic)?;
-    let ends = LocalEnds {
-        gid: Some(facts.gid.gid),
+    let local = LocalEnds {
+        gid: rows.first().map(|row| row.gid),
         lid: facts.lid,
         qp_nums: pairs.iter().map(QueuePair::qp_num).collect(),
         psn,
-        path_mtu: Some(facts.mtu),
+        path_mtu: Some(path_mtu),
         rd_atomic: RD_ATOMIC.min(nic.attr().max_qp_rd_atom) as u8,
     };
-    Ok((pairs, ends))
+    Ok(Prepared { pairs, local, rows })
 }
 
-/// Moves the queue pairs to RTS, each towards the peer's at its position.
+/// Own rows to connect with, and the MTU in force: both read anew, since a row moves, and an MTU
+/// changes, without waiting for the observer.
+fn own_rows(
+    nic: &Nic,
+    opening: &Opening,
+    config: &RdmaConfig,
+    facts: &PortFacts,
+    advice: &Advice,
+) -> Result<(Vec<Row>, Option<Mtu>), TransportError> {
+    let reading = read_port(opening.context(), nic.port(), config.pkey_index)?;
+    let table = PortTable {
+        device: nic.device(),
+        port: nic.port(),
+        link_layer: reading.attr.link_layer,
+        table_len: Some(reading.attr.gid_tbl_len),
+        entries: &reading.gids,
+        unreadable: &reading.unreadable,
+        netdevs: &reading.netdevs,
+    };
+    let ranking = rank(&table, &config.gids);
+    let rows = paths::rows(&table, &ranking, facts.gid.gid, advice);
+    if rows.is_empty() {
+        return Err(TransportError::Port {
+            device: nic.device().to_owned(),
+            port: nic.port(),
+            reason: format!("its GID {} is not in its table any more", facts.gid.gid),
+        });
+    }
+    Ok((rows, reading.attr.active_mtu))
+}
+
+/// Moves the queue pairs to RTS, each towards the peer's at its position, with the first of `rows`
+/// with which that is possible.
 pub(super) fn raise(
     pairs: &[QueuePair],
     nic: &Nic,
     control: &ControlThread,
     config: &RdmaConfig,
-    local: &LocalEnds,
+    (local, rows): (&LocalEnds, &[Row]),
     peer: &PeerEnds,
-) -> Result<(), TransportError> {
-    let facts = facts(nic)?;
+) -> Raised {
+    let mut refused = Vec::new();
+    let mut last = None;
+    for row in rows {
+        match raise_with(pairs, nic, control, config, (local, *row), peer) {
+            Ok(()) => {
+                let outcome = Ok(row.gid);
+                return Raised { refused, outcome };
+            }
+            Err((error, is_untouched)) => {
+                if !is_unreachable(&error) {
+                    let outcome = Err(error.to_string());
+                    return Raised { refused, outcome };
+                }
+                tracing::debug!(
+                    nic = nic.name(), own = %row.gid, peer = %peer.gid, %error, "no way"
+                );
+                refused.push(row.gid);
+                last = Some((row.gid, error));
+                if !is_untouched {
+                    break;
+                }
+            }
+        }
+    }
+    let reason = match last {
+        Some((own, error)) => format!(
+            "{UNREACHABLE}: {own} of {} and {}: {error}",
+            nic.name(),
+            peer.gid
+        ),
+        None => format!("{UNREACHABLE}: {} has none", nic.name()),
+    };
+    let outcome = Err(reason);
+    Raised { refused, outcome }
+}
+
+/// Moves the queue pairs to RTS with one row. With an error, whether all of them are in INIT still.
+fn raise_with(
+    pairs: &[QueuePair],
+    nic: &Nic,
+    control: &ControlThread,
+    config: &RdmaConfig,
+    (local, row): (&LocalEnds, Row),
+    peer: &PeerEnds,
+) -> Result<(), (VerbsError, bool)> {
     // A peer that does not say its MTU gets our own: both ends have to agree (report H09).
-    let path_mtu = peer.path_mtu.map_or(facts.mtu, |mtu| mtu.min(facts.mtu));
+    let own_mtu = local.path_mtu.unwrap_or(paths::MTU_SAFE);
+    let path_mtu = peer.path_mtu.map_or(own_mtu, |mtu| mtu.min(own_mtu));
     let count = u32::try_from(pairs.len()).unwrap_or(u32::MAX);
-    control.allow(RESOLVE_LIMIT.saturating_mul(count));
     // Both ends begin at 0 towards a peer that does not say where it begins: it expects just that.
     let (rq_psn, sq_psn) = peer.psn.map_or((0, 0), |psn| (psn, local.psn));
     let served_by_peer = u32::from(peer.rd_atomic.unwrap_or(RD_ATOMIC as u8));
-    for (pair, dest_qp_num) in pairs.iter().zip(&peer.qp_nums) {
+    control.allow(control.stuck_for().unwrap_or_default() + RESOLVE_LIMIT.saturating_mul(count));
+    for (position, (pair, dest_qp_num)) in pairs.iter().zip(&peer.qp_nums).enumerate() {
         pair.to_rtr(&RtrAttr {
             path_mtu,
             dest_qp_num: *dest_qp_num,
@@ -98,22 +214,33 @@ pub(super) fn raise(
                 port: nic.port(),
                 dgid: peer.gid,
                 dlid: peer.lid,
-                sgid_index: facts.gid.index,
+                sgid_index: row.index,
                 hop_limit: config.hop_limit,
                 traffic_class: config.traffic_class,
                 flow_label: 0,
                 service_level: config.service_level,
             },
-        })?;
+        })
+        .map_err(|error| (error, position == 0))?;
         pair.to_rts(&RtsAttr {
             timeout: config.timeout,
             retry_cnt: config.retry_cnt,
             rnr_retry: 7,
             sq_psn,
             max_rd_atomic: served_by_peer.min(nic.attr().max_qp_init_rd_atom) as u8,
-        })?;
+        })
+        .map_err(|error| (error, false))?;
     }
     Ok(())
+}
+
+/// Whether RTR failed for the addresses: others may do.
+fn is_unreachable(error: &VerbsError) -> bool {
+    let errno = match error {
+        VerbsError::Verb { verb, errno, .. } if verb.contains("RTR") => *errno,
+        _ => return false,
+    };
+    UNREACHABLE_ERRNOS.contains(&Errno::from_raw_os_error(errno))
 }
 
 fn facts(nic: &Nic) -> Result<Arc<PortFacts>, TransportError> {

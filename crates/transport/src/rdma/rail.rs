@@ -15,10 +15,11 @@ use rerail_verbs::{Gid, RemoteAddress};
 
 pub use crate::machine::rail::RailState;
 
+use super::paths::MTU_SAFE;
 use super::slice::{Keys, Span};
 use crate::machine::Time;
 use crate::machine::ids::{LocalNic, PeerId, RailId};
-use crate::machine::rail::{RailTraits, nominal_bytes_per_s};
+use crate::machine::rail::{ProbeKind, RailTraits, nominal_bytes_per_s};
 
 /// How long no memory of a peer is probed after a key of it was refused: it may not be meant to be
 /// read.
@@ -240,6 +241,10 @@ pub struct Rail {
     same_subnet: AtomicBool,
     /// The endpoint that it was last bound to. Written by the connector only.
     endpoint: AtomicU64,
+    /// The probe that its present connection has not passed yet. Written by the keeper only.
+    unproved: AtomicU8,
+    /// Its present connection has moved more at once than the shortest path MTU in use.
+    moved_long: AtomicBool,
     in_flight_bytes: AtomicU64,
     queued_bytes: AtomicU64,
     bytes: AtomicU64,
@@ -263,6 +268,8 @@ impl Rail {
             nominal_bytes_per_s: AtomicU64::new(0),
             same_subnet: AtomicBool::new(false),
             endpoint: AtomicU64::new(0),
+            unproved: AtomicU8::new(0),
+            moved_long: AtomicBool::new(false),
             in_flight_bytes: AtomicU64::new(0),
             queued_bytes: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
@@ -391,6 +398,36 @@ impl Rail {
         self.nominal_bytes_per_s.load(Ordering::Relaxed)
     }
 
+    /// Sets the probe that its connection is to pass; `None` once it has.
+    pub(super) fn set_unproved(&self, probe: Option<ProbeKind>) {
+        let probe = match probe {
+            None => 0,
+            Some(ProbeKind::ZeroLengthRead) => 1,
+            Some(ProbeKind::FullMtuRead) => 2,
+        };
+        self.unproved.store(probe, Ordering::Release);
+    }
+
+    /// The probe that its connection has not passed.
+    pub(super) fn unproved(&self) -> Option<ProbeKind> {
+        match self.unproved.load(Ordering::Acquire) {
+            0 => None,
+            1 => Some(ProbeKind::ZeroLengthRead),
+            _ => Some(ProbeKind::FullMtuRead),
+        }
+    }
+
+    /// A new connection carries its work from now on.
+    pub(super) fn begins(&self) {
+        self.set_unproved(Some(ProbeKind::ZeroLengthRead));
+        self.moved_long.store(false, Ordering::Relaxed);
+    }
+
+    /// Whether long packets have got through on its connection.
+    pub(super) fn has_moved_long(&self) -> bool {
+        self.moved_long.load(Ordering::Relaxed)
+    }
+
     pub(super) fn set_endpoint(&self, endpoint: u64) {
         self.endpoint.store(endpoint, Ordering::Release);
     }
@@ -433,6 +470,9 @@ impl Rail {
     pub(super) fn moved(&self, bytes: u64) {
         self.in_flight_bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        if bytes > u64::from(MTU_SAFE.bytes()) && !self.has_moved_long() {
+            self.moved_long.store(true, Ordering::Relaxed);
+        }
     }
 
     pub(super) fn abandoned(&self, bytes: u64) {

@@ -305,7 +305,8 @@ impl Router {
                 rail,
                 binding,
                 forgotten,
-            } => self.connector.release(&rail, binding, forgotten),
+                unproved,
+            } => self.connector.release(&rail, binding, forgotten, unproved),
             Command::Probe { rail, probe, kind } => self.probe(rail, probe, kind),
             Command::Usable(peer) => {
                 for inbox in &self.inboxes {

@@ -4,11 +4,11 @@
 //! of their own, and both end as mail. So a request of the peer is answered while our own is out.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
-use rerail_verbs::{AsyncEventKind, ObjectId, QueuePair};
+use rerail_verbs::{AsyncEventKind, Gid, ObjectId};
 use tokio::sync::{mpsc, oneshot};
 
 use super::super::endpoint::{
@@ -18,12 +18,15 @@ use super::super::inbox::{EndpointKey, Inbox, Order, Pairs};
 use super::super::keeper::{Binding, RailKeeper};
 use super::super::nic::Nic;
 use super::super::opening::Opening;
-use super::super::pairs;
+use super::super::pairs::{self, Prepared, Raised};
+use super::super::paths::{Doubt, MTU_SAFE, Paths, Row, Way};
 use super::super::rail::Rail;
 use super::super::signaling::SignalError;
 use super::super::transfer::Transfer;
 use super::{Answer, Connector, Mailbox, order};
-use crate::machine::Machine;
+use crate::machine::rail::ProbeKind;
+use crate::machine::verdict::{RequestFault, Verdict, verdict};
+use crate::machine::{Machine, Time};
 
 /// What a C++ peer answers to a request without queue pairs, after it has moved its end to ERR.
 const CPP_CLOSED: &str = "QP count mismatch";
@@ -33,7 +36,9 @@ pub(super) enum Mail {
     /// An input of the machine.
     Input(Input),
     /// Queue pairs were made, or not.
-    Prepared(Result<(Vec<QueuePair>, LocalEnds), String>),
+    Prepared(Result<Prepared, String>),
+    /// Queue pairs were connected, or not.
+    Raised(Raised),
     /// A request of the peer.
     Request(Offer, oneshot::Sender<Answer>),
     /// A rail whose work is to be posted on it.
@@ -44,6 +49,8 @@ pub(super) enum Mail {
         rail: Arc<Rail>,
         binding: Binding,
         forgotten: bool,
+        /// The probe that it did not pass, if that is why.
+        unproved: Option<ProbeKind>,
     },
     /// A device's event of a queue pair, which may be one of the endpoint's.
     QueuePairEvent(ObjectId, AsyncEventKind),
@@ -62,6 +69,10 @@ pub(super) struct EndpointTask {
     machine: Endpoint,
     mailbox: Mailbox,
     local: Option<LocalEnds>,
+    /// Own rows of the GID table to connect with, best first.
+    rows: Vec<Row>,
+    /// The peer has been told the GID of the first.
+    is_bound: bool,
     pairs: Option<Arc<Pairs>>,
     gate: Arc<AtomicBool>,
     /// The rails whose work is posted on it: mostly one.
@@ -96,6 +107,8 @@ impl EndpointTask {
             machine,
             mailbox,
             local: None,
+            rows: Vec::new(),
+            is_bound: false,
             pairs: None,
             gate: Arc::new(AtomicBool::new(true)),
             rails: Vec::new(),
@@ -146,8 +159,10 @@ impl EndpointTask {
                     rail,
                     binding,
                     forgotten,
-                } => self.release_elsewhere(&rail, binding, forgotten),
-                Mail::Input(_) | Mail::Prepared(_) | Mail::QueuePairEvent(..) => {}
+                    unproved,
+                } => self.release_elsewhere(&rail, binding, forgotten, unproved),
+                Mail::Input(_) | Mail::Prepared(_) | Mail::Raised(_) | Mail::QueuePairEvent(..) => {
+                }
             }
         }
         self.held.iter().for_each(|transfer| transfer.release());
@@ -160,12 +175,19 @@ impl EndpointTask {
                 self.opened_here |= input == Input::Open;
                 self.machine.handle(now, input);
             }
-            Mail::Prepared(Ok((pairs, local))) => {
+            Mail::Prepared(Ok(prepared)) => {
+                let Prepared { pairs, local, rows } = prepared;
+                if let Some(row) = rows.first() {
+                    let toward = self.machine.peer_gid();
+                    self.paths().chosen(&self.way(), toward, row.gid);
+                }
                 self.pairs = Some(Arc::new(Pairs(pairs)));
+                self.rows = rows;
                 self.local = Some(local.clone());
                 self.machine.handle(now, Input::Prepared(Ok(local)));
             }
             Mail::Prepared(Err(reason)) => self.machine.handle(now, Input::Prepared(Err(reason))),
+            Mail::Raised(raised) => self.raised(now, raised),
             Mail::Request(offer, answer) => {
                 self.last_token += 1;
                 let token = Token(self.last_token);
@@ -177,7 +199,8 @@ impl EndpointTask {
                 rail,
                 binding,
                 forgotten,
-            } => self.release(&rail, binding, forgotten).await,
+                unproved,
+            } => self.release(&rail, binding, forgotten, unproved).await,
             Mail::QueuePairEvent(queue_pair, kind) => {
                 let own = |pairs: &Arc<Pairs>| pairs.0.iter().any(|pair| pair.id() == queue_pair);
                 if self.pairs.as_ref().is_some_and(own) {
@@ -202,7 +225,10 @@ impl EndpointTask {
                 self.raise(peer);
             }
             Action::Ask(offer) if offer.local_path == offer.peer_path => self.loop_back(offer),
-            Action::Ask(offer) => self.exchange(offer, |reply| Some(Input::Replied(reply))),
+            Action::Ask(offer) => {
+                self.is_bound = true;
+                self.exchange(offer, |reply| Some(Input::Replied(reply)));
+            }
             Action::Acknowledge(offer) => {
                 self.exchange(offer, |reply| Some(Input::Acknowledged(reply.map(drop))));
             }
@@ -312,9 +338,14 @@ impl EndpointTask {
         } else {
             0
         };
+        let now = self.connector.shared.clock.now();
+        let toward = self.machine.peer_gid();
+        let mut advice = self.paths().advice(now, &self.way(), toward);
+        // One that asks us has chosen already, and of C++ peers there is one GID to choose.
+        advice.peer_chooses = self.opened_here && self.machine.peer_instance().is_some();
         let submitted = self.opening.context().control().execute(move || {
-            let prepared =
-                pairs::prepare(&nic, &opening, &config, psn).map_err(|error| error.to_string());
+            let prepared = pairs::prepare(&nic, &opening, &config, &advice, psn);
+            let prepared = prepared.map_err(|error| error.to_string());
             let _ = mailbox.send(Mail::Prepared(prepared));
         });
         if let Err(error) = submitted {
@@ -329,16 +360,37 @@ impl EndpointTask {
         let (nic, mailbox) = (Arc::clone(&self.nic), self.mailbox.clone());
         let config = self.connector.shared.config.clone();
         let control = self.opening.context().control().clone();
+        let mut rows = self.rows.clone();
+        if self.is_bound {
+            rows.truncate(1);
+        }
         let submitted = self.opening.context().control().execute(move || {
-            let raised = pairs::raise(&pairs.0, &nic, &control, &config, &local, &peer);
+            let own = (&local, rows.as_slice());
+            let raised = pairs::raise(&pairs.0, &nic, &control, &config, own, &peer);
             // Gone before the outcome is told, so that the owner can destroy them.
             drop(pairs);
-            let raised = raised.map_err(|error| error.to_string());
-            let _ = mailbox.send(Mail::Input(Input::Raised(raised)));
+            let _ = mailbox.send(Mail::Raised(raised));
         });
         if let Err(error) = submitted {
             self.input(Input::Raised(Err(error.to_string())));
         }
+    }
+
+    fn raised(&mut self, now: Time, raised: Raised) {
+        let way = self.way();
+        for gid in &raised.refused {
+            self.paths().refused(now, &way, *gid);
+        }
+        let outcome = raised.outcome.map(|gid| {
+            if let Some(local) = &mut self.local
+                && local.gid != Some(gid)
+            {
+                tracing::info!(nic = self.nic.name(), peer = %self.peer_path, %gid, "other GID");
+                local.gid = Some(gid);
+                self.machine.handle(now, Input::Uses(gid));
+            }
+        });
+        self.machine.handle(now, Input::Raised(outcome));
     }
 
     fn to_error(&self) {
@@ -460,14 +512,23 @@ impl EndpointTask {
     }
 
     /// The rail does not use the endpoint any more.
-    async fn release(&mut self, rail: &Arc<Rail>, binding: Binding, forgotten: bool) {
+    async fn release(
+        &mut self,
+        rail: &Arc<Rail>,
+        binding: Binding,
+        forgotten: bool,
+        unproved: Option<ProbeKind>,
+    ) {
         let here =
             |(bound, since): &(Arc<Rail>, Binding)| Arc::ptr_eq(bound, rail) && *since == binding;
         if self.retired || !self.rails.iter().any(here) {
-            self.release_elsewhere(rail, binding, forgotten);
+            self.release_elsewhere(rail, binding, forgotten, unproved);
             return;
         }
         self.rails.retain(|bound| !here(bound));
+        if let Some(probe) = unproved.filter(|_| self.attached) {
+            self.unproved(probe);
+        }
         if forgotten && (!self.rails.is_empty() || !self.opened_here) {
             if self.attached {
                 order(&self.inbox, Order::Unlink(Arc::clone(rail))).await;
@@ -480,9 +541,15 @@ impl EndpointTask {
     }
 
     /// The rail may have been bound to a later endpoint meanwhile.
-    fn release_elsewhere(&self, rail: &Arc<Rail>, binding: Binding, forgotten: bool) {
+    fn release_elsewhere(
+        &self,
+        rail: &Arc<Rail>,
+        binding: Binding,
+        forgotten: bool,
+        unproved: Option<ProbeKind>,
+    ) {
         if rail.endpoint() != self.key {
-            self.connector.release(rail, binding, forgotten);
+            self.connector.release(rail, binding, forgotten, unproved);
         }
     }
 
@@ -497,6 +564,7 @@ impl EndpointTask {
             gate: Arc::clone(&self.gate),
         };
         self.attached = true;
+        rail.begins();
         order(&self.inbox, attach).await;
         // After the order: a probe that comes of it finds the queue pairs there.
         self.keeper().connected(rail, binding);
@@ -524,14 +592,102 @@ impl EndpointTask {
             return;
         }
         self.connector.retire(&self.nic, &self.peer_path, self.key);
+        self.learn(cause);
+        // The peer is about to connect us, which is as good; or another GID may do.
+        let again = !self.attached
+            && (*cause == CloseCause::PeerRebuilt
+                || (cause.is_unreachable() && self.is_bound && self.rows.len() > 1));
         for (rail, binding) in self.rails.drain(..) {
-            if !self.attached && *cause == CloseCause::PeerRebuilt {
-                // The peer is about to connect us: that is as good.
+            if again {
                 self.connector.want(&rail, binding);
                 continue;
             }
             let keeper = &self.connector.shared.keeper;
             keeper.lost(&rail, binding, cause, self.attached);
+        }
+    }
+
+    /// The local NIC and the peer's.
+    fn way(&self) -> Way {
+        (self.nic.index().0, self.peer_path.clone())
+    }
+
+    fn paths(&self) -> MutexGuard<'_, Paths> {
+        self.connector.paths()
+    }
+
+    fn own_gid(&self) -> Option<Gid> {
+        self.local.as_ref().and_then(|local| local.gid)
+    }
+
+    /// Keeps what the endpoint has found out about its way, for the next one.
+    fn learn(&self, cause: &CloseCause) {
+        let (now, way) = (self.connector.shared.clock.now(), self.way());
+        if !self.attached {
+            // What our own device refused is noted already.
+            if let (CloseCause::Refused(_), Some(gid)) = (cause, self.own_gid())
+                && cause.is_unreachable()
+            {
+                self.paths().refused(now, &way, gid);
+            }
+            return;
+        }
+        for (rail, _) in &self.rails {
+            if rail.has_moved_long() {
+                self.paths().long_passed(&way);
+            }
+            let probe = rail.unproved();
+            if let (None, Some(gid)) = (probe, self.own_gid()) {
+                self.paths().proved(&way, gid);
+            }
+            match (cause, probe) {
+                (CloseCause::Failed { status, .. }, Some(probe))
+                    if verdict(*status) == Verdict::Path =>
+                {
+                    self.unproved(probe);
+                }
+                (CloseCause::Failed { status, .. }, None)
+                    if verdict(*status) == Verdict::Path && !rail.has_moved_long() =>
+                {
+                    self.long_lost(Doubt::Likely);
+                }
+                (CloseCause::Stalled(_), None) if !rail.has_moved_long() => {
+                    self.long_lost(Doubt::Likely);
+                }
+                (CloseCause::Failed { status, .. }, _)
+                    if verdict(*status) == Verdict::Request(RequestFault::Length)
+                        && !rail.has_moved_long() =>
+                {
+                    self.long_lost(Doubt::Sure);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Its connection did not pass a probe.
+    fn unproved(&self, probe: ProbeKind) {
+        match probe {
+            ProbeKind::FullMtuRead => self.long_lost(Doubt::Sure),
+            ProbeKind::ZeroLengthRead => {
+                if let Some(gid) = self.own_gid() {
+                    let now = self.connector.shared.clock.now();
+                    self.paths().silent(now, &self.way(), gid);
+                }
+            }
+        }
+    }
+
+    /// Long packets do not get through, or seem not to.
+    fn long_lost(&self, doubt: Doubt) {
+        let now = self.connector.shared.clock.now();
+        let mtu = self.local.as_ref().and_then(|local| local.path_mtu);
+        let is_long = mtu.is_some_and(|mtu| mtu > MTU_SAFE);
+        if is_long && self.paths().long_lost(now, &self.way(), doubt) {
+            tracing::warn!(
+                nic = self.nic.name(), peer = %self.peer_path, mtu = MTU_SAFE.bytes(),
+                "long packets do not get through: new connections use a shorter path MTU for a while"
+            );
         }
     }
 }

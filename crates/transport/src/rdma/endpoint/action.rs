@@ -6,6 +6,13 @@ use rerail_verbs::{AsyncEventKind, Gid, Mtu, WcStatus};
 
 use super::super::signaling::SignalError;
 
+/// Begin of the reason when queue pairs cannot be connected for the addresses of their ends. The
+/// peer reads it: with another GID of its own it may be possible.
+pub const UNREACHABLE: &str = "these GIDs cannot reach each other";
+
+/// What a C++ peer says then.
+const UNREACHABLE_CPP: &str = "modify QP to RTR";
+
 /// A request of the peer that waits for an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Token(pub u64);
@@ -123,6 +130,19 @@ pub enum CloseCause {
     Withdrawn(String),
 }
 
+impl CloseCause {
+    /// Whether the addresses of the ends kept it from being connected: others may do.
+    pub fn is_unreachable(&self) -> bool {
+        match self {
+            Self::Local(reason) => reason.starts_with(UNREACHABLE),
+            Self::Refused(reason) => {
+                reason.starts_with(UNREACHABLE) || reason.contains(UNREACHABLE_CPP)
+            }
+            _ => false,
+        }
+    }
+}
+
 impl std::fmt::Display for CloseCause {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
@@ -152,6 +172,9 @@ pub enum Input {
     Open,
     /// Outcome of [`Action::Prepare`].
     Prepared(Result<LocalEnds, String>),
+    /// [`Action::Raise`] is about to succeed with this GID of ours, whatever was prepared. Only an
+    /// end that has not named its GID yet may say so.
+    Uses(Gid),
     /// Outcome of [`Action::Raise`].
     Raised(Result<(), String>),
     /// Outcome of [`Action::Ask`]: the peer's answer, or its refusal, or why none came.
