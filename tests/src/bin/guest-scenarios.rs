@@ -1,4 +1,5 @@
-//! Runs inside the soft-RoCE guest: `guest-scenarios [--full] [--list | --run NAME] [PART…]`.
+//! Runs inside the soft-RoCE guest: `guest-scenarios [--full] [--claims DIR] [--list | --run NAME]
+//! [PART…]`.
 //!
 //! `cargo xtask guest` builds it, boots the guest and starts it there.
 
@@ -30,6 +31,10 @@ fn run() -> Result<bool> {
                     println!("{name}");
                 }
                 return Ok(true);
+            }
+            "--claims" => {
+                let claims = arguments.next().context("--claims needs a directory")?;
+                selection.claims = Some(claims.into());
             }
             "--run" => {
                 let name = arguments.next().context("--run needs a scenario's name")?;

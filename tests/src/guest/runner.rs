@@ -6,6 +6,7 @@
 //! their tests as one scenario.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -43,12 +44,28 @@ pub struct Selection {
     pub full: bool,
     /// Parts of names; empty for all.
     pub filters: Vec<String>,
+    /// A directory that several runners share, each in a guest of its own: what one has claimed
+    /// there the others leave out.
+    pub claims: Option<PathBuf>,
 }
 
 impl Selection {
     fn takes(&self, job: &Job) -> bool {
         (self.full || !job.full_only)
             && (self.filters.is_empty() || self.filters.iter().any(|part| job.name.contains(part)))
+    }
+
+    /// Whether it is ours to run. Making a directory succeeds for one runner only.
+    fn claims(&self, job: &Job) -> Result<bool> {
+        let Some(claims) = &self.claims else {
+            return Ok(true);
+        };
+        let claim = claims.join(job.file_name());
+        match std::fs::create_dir(&claim) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(error).with_context(|| format!("cannot make {}", claim.display())),
+        }
     }
 }
 
@@ -76,8 +93,11 @@ pub fn run(selection: &Selection, logs: &Path) -> Result<bool> {
     }
     let (mut passed, mut failed) = (0, Vec::new());
     for job in &jobs {
+        if !selection.claims(job)? {
+            continue;
+        }
         rig::restore().with_context(|| format!("before {}", job.name))?;
-        let log = logs.join(format!("{}.log", job.name.replace([':', '/'], "_")));
+        let log = logs.join(format!("{}.log", job.file_name()));
         let started = Instant::now();
         let outcome = job.run(&log);
         let seconds = started.elapsed().as_secs_f64();
@@ -182,6 +202,10 @@ fn left_out(log: &Path) -> Result<bool> {
 }
 
 impl Job {
+    fn file_name(&self) -> String {
+        self.name.replace([':', '/'], "_")
+    }
+
     /// Runs it with its output in `log`; an error unless it exits 0 within its limit.
     fn run(&self, log: &Path) -> Result<()> {
         let output = File::create(log)?;

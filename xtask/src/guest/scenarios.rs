@@ -1,10 +1,15 @@
-//! `cargo xtask guest`: all scenarios of the `rerail-tests` crate in one boot.
+//! `cargo xtask guest`: the scenarios of the `rerail-tests` crate, in one guest or several.
+//!
+//! Scenarios wait much more than they work: a port that is down for ten seconds is down that long.
+//! So all of them run in two guests side by side, each of which takes the next one that is left.
 
 use std::ffi::OsString;
+use std::fs;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
+use super::image::Image;
 use super::session::{Ending, Session};
 use crate::artifacts::Artifacts;
 use crate::{cpp_engine, setup, workspace};
@@ -15,6 +20,8 @@ const LIMIT_FULL_S: u64 = 4800;
 /// The C++ engine takes gigabytes for itself at start, and dies silently if it does not get them.
 /// QEMU takes from this machine only what is used.
 const MEMORY_MIB: u32 = 12_288;
+/// Guests that share all scenarios.
+const GUESTS: u8 = 2;
 
 /// Arguments of `cargo xtask guest`.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -25,6 +32,9 @@ pub(crate) struct ScenarioArgs {
     /// Prints the scenarios' names and runs none.
     #[arg(long)]
     pub(crate) list: bool,
+    /// Guests that share the scenarios [default: 2 for all of them, otherwise 1].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub(crate) guests: Option<u8>,
     /// Parts of names of scenarios [default: all].
     #[arg(value_name = "PART")]
     pub(crate) parts: Vec<String>,
@@ -34,12 +44,18 @@ pub(crate) struct ScenarioArgs {
 pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
     setup::install_missing()?;
     let artifacts = Artifacts::build()?;
+    let out = workspace::target().join("guest/out");
+    let claims = out.join("claims");
+    let _ = fs::remove_dir_all(&claims);
+    fs::create_dir_all(&claims).with_context(|| format!("cannot make {}", claims.display()))?;
     let mut command: Vec<OsString> = vec![artifacts.program("guest-scenarios")?.into()];
     if args.full {
         command.push("--full".into());
     }
     if args.list {
         command.push("--list".into());
+    } else {
+        command.extend(["--claims".into(), claims.into()]);
     }
     command.extend(args.parts.iter().map(OsString::from));
     // `CRATE=PATH`, separated by colons, as the scenarios' runner reads it.
@@ -50,7 +66,7 @@ pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
         tests.push(":");
     }
     let limit_s = if args.full { LIMIT_FULL_S } else { LIMIT_S };
-    let ending = Session {
+    let session = Session {
         command,
         env: vec![
             ("RERAIL_BIN".to_owned(), artifacts.program("rerail")?.into()),
@@ -67,15 +83,33 @@ pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
         timeout: Duration::from_secs(limit_s),
         memory_mib: MEMORY_MIB,
         cpus: 2,
-        out: workspace::target().join("guest/out"),
+        out,
         rig: true,
+    };
+    // Made once, before the guests would each make it.
+    Image::ready()?;
+    let guests = match args.guests {
+        Some(guests) => guests,
+        None if args.parts.is_empty() && !args.list => GUESTS,
+        None => 1,
+    };
+    let endings = std::thread::scope(|scope| {
+        let running: Vec<_> = (0..guests).map(|_| scope.spawn(|| session.run())).collect();
+        let ended = running.into_iter().map(|guest| guest.join());
+        ended
+            .map(|ending| ending.unwrap_or_else(|_| Err(anyhow!("the thread of a guest panicked"))))
+            .collect::<Result<Vec<_>>>()
+    })?;
+    for ending in &endings {
+        if let Some(problem) = ending.problem(limit_s) {
+            bail!("{problem}");
+        }
     }
-    .run()?;
-    if let Some(problem) = ending.problem(limit_s) {
-        bail!("{problem}");
+    if endings
+        .iter()
+        .any(|ending| !matches!(ending, Ending::Exited(0)))
+    {
+        bail!("scenarios failed; their logs are in target/guest/out/scenarios");
     }
-    match ending {
-        Ending::Exited(0) => Ok(()),
-        _ => bail!("scenarios failed; their logs are in target/guest/out/scenarios"),
-    }
+    Ok(())
 }

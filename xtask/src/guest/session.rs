@@ -11,6 +11,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -232,7 +233,10 @@ impl ControlDir {
         let guest = workspace::target().join("guest");
         fs::create_dir_all(&guest)?;
         remove_left_behind(&guest)?;
-        let path = guest.join(format!("run-{}", std::process::id()));
+        // One process may run several guests.
+        static RUNS: AtomicU32 = AtomicU32::new(0);
+        let run = RUNS.fetch_add(1, Ordering::Relaxed);
+        let path = guest.join(format!("run-{}-{run}", std::process::id()));
         let _ = fs::remove_dir_all(&path);
         fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;
         let control = Self { path };
@@ -266,7 +270,8 @@ fn remove_left_behind(guest: &Path) -> Result<()> {
         let name = name.to_string_lossy();
         let pid = ["run-", "building-"]
             .iter()
-            .find_map(|prefix| name.strip_prefix(prefix));
+            .find_map(|prefix| name.strip_prefix(prefix))
+            .map(|rest| rest.split('-').next().unwrap_or(rest));
         if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
             let _ = fs::remove_dir_all(entry.path());
         }
