@@ -154,6 +154,15 @@ impl Nic {
         .map(drop)
     }
 
+    /// The index at which a GID is in the device's table.
+    ///
+    /// # Errors
+    /// If the device is not there.
+    pub fn row_of(self, gid: &str) -> Result<Option<u32>> {
+        let mut rows = self.gid_table()?.into_iter();
+        Ok(rows.find(|row| row.1 == gid).map(|row| row.0))
+    }
+
     /// Rows of the device's GID table that are not empty: index, GID, type as sysfs says it.
     ///
     /// # Errors
@@ -257,6 +266,7 @@ pub fn restore() -> Result<()> {
                 nic.address()
             ))?;
         }
+        ip(&format!("-6 addr flush dev {name} scope global"))?;
         nic.restore_route()?;
         if nic.port_state().is_err() {
             run(

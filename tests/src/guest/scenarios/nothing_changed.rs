@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 
 use crate::guest::Scenario;
-use crate::guest::rig::{A0, A1, ip_batch};
+use crate::guest::rig::{A0, A1, Nic, eventually, ip, ip_batch};
 use crate::guest::traffic::{Plan, Traffic, lines};
 
 pub(super) const SCENARIO: Scenario = Scenario {
@@ -19,7 +19,47 @@ pub(super) const SCENARIO: Scenario = Scenario {
 
 const ROUNDS: usize = 20;
 
+/// The unrelated address below the one in use, and the one that takes its row.
+const BELOW: [(&str, &str); 2] = [
+    ("fd77::1", "fd77:0000:0000:0000:0000:0000:0000:0001"),
+    ("fd77::2", "fd77:0000:0000:0000:0000:0000:0000:0002"),
+];
+
+/// Puts an unrelated row below the one of the NIC's own address.
+fn raise(nic: Nic) -> Result<()> {
+    let (name, address) = (nic.name, nic.address());
+    let absent = |gid: String| move || Ok(nic.row_of(&gid)?.is_none());
+    let present = |gid: String| move || Ok(nic.row_of(&gid)?.is_some());
+    // The table gives a new address the lowest free row.
+    ip(&format!("addr del {address}/24 dev {name}"))?;
+    eventually("its row is free", absent(nic.gid()))?;
+    ip(&format!("addr add {}/64 dev {name} nodad", BELOW[0].0))?;
+    eventually("the row is taken", present(BELOW[0].1.to_owned()))?;
+    ip(&format!("addr add {address}/24 dev {name} noprefixroute"))?;
+    eventually("the address is back", present(nic.gid()))?;
+    is_below(nic, BELOW[0].1)
+}
+
+fn is_below(nic: Nic, gid: &str) -> Result<()> {
+    let (below, own) = (nic.row_of(gid)?, nic.row_of(&nic.gid())?);
+    ensure!(below.is_some() && below < own, "{gid} is in row {below:?}, ours in {own:?}");
+    Ok(())
+}
+
+/// Frees the row and has another address take it.
+fn replace_below(nic: Nic) -> Result<()> {
+    let name = nic.name;
+    ip(&format!("addr del {}/64 dev {name}", BELOW[0].0))?;
+    eventually("the lower row is free", || Ok(nic.row_of(BELOW[0].1)?.is_none()))?;
+    ip(&format!("addr add {}/64 dev {name} nodad", BELOW[1].0))?;
+    eventually("it is taken again", || Ok(nic.row_of(BELOW[1].1)?.is_some()))?;
+    is_below(nic, BELOW[1].1)
+}
+
 fn body() -> Result<()> {
+    for nic in [A0, A1] {
+        raise(nic)?;
+    }
     let traffic = Traffic::start(&Plan::both_rails(14))?;
     sleep(Duration::from_millis(500));
     let records = traffic.records()?.len();
@@ -35,6 +75,7 @@ fn body() -> Result<()> {
             })
             .collect();
         ip_batch(&churn)?;
+        replace_below(nic)?;
     }
     sleep(Duration::from_secs(1));
     // The initiator may have ended meanwhile: that its record goes is no publication.
