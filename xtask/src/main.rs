@@ -13,6 +13,7 @@ mod criterion;
 mod demo;
 mod guest;
 mod interop;
+mod mutants;
 mod process;
 mod setup;
 mod sim;
@@ -61,6 +62,8 @@ enum Task {
     Consumers,
     /// Storms over whole nodes in a simulated fabric: faults, then everything must heal.
     Sim(sim::SimArgs),
+    /// Make deliberate faults, one by one: each must turn a test red.
+    Mutants(mutants::MutantsArgs),
     /// Check the house rules that a program can check.
     Tidy,
 }
@@ -77,6 +80,7 @@ fn main() -> ExitCode {
         Task::Bench { what } => bench::run(what).map(|()| ExitCode::SUCCESS),
         Task::Consumers => consumers::run(true).map(|()| ExitCode::SUCCESS),
         Task::Sim(args) => sim::run(&args).map(|()| ExitCode::SUCCESS),
+        Task::Mutants(args) => mutants::run(&args).map(|()| ExitCode::SUCCESS),
         Task::Tidy => tidy::run().map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {

@@ -56,11 +56,38 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// coreutils' exit status for a command that was ended after its time.
+pub(crate) const TIMED_OUT: i32 = 124;
+
 /// Like [`run`], but ends the command and all its children after `limit`, and when we die.
+pub(crate) fn run_within(command: &Command, limit: Duration) -> Result<()> {
+    let mut bounded = bounded(command, limit);
+    let shown = shown(command);
+    let status = bounded
+        .status()
+        .with_context(|| format!("cannot start `{shown}`"))?;
+    match status.code() {
+        Some(0) => Ok(()),
+        Some(TIMED_OUT) => bail!("`{shown}` was ended after {} s", limit.as_secs()),
+        _ => bail!("`{shown}` failed: {status}"),
+    }
+}
+
+/// Runs `command` for at most `limit` and returns its exit status ([`TIMED_OUT`] after that) and
+/// its stdout, whatever they are.
+pub(crate) fn output_within(command: &Command, limit: Duration) -> Result<(Option<i32>, String)> {
+    let output = bounded(command, limit)
+        .output()
+        .with_context(|| format!("cannot start `{}`", shown(command)))?;
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    Ok((output.status.code(), stdout))
+}
+
+/// `command`, which is ended with all its children after `limit`, and when we die.
 ///
 /// coreutils' timeout gives the children a process group of its own and signals all of it; the
 /// kernel tells timeout, by way of setpriv, when we are gone.
-pub(crate) fn run_within(command: &Command, limit: Duration) -> Result<()> {
+fn bounded(command: &Command, limit: Duration) -> Command {
     let mut bounded = Command::new("setpriv");
     bounded
         .args(["--pdeathsig", "TERM", "--", "timeout", "--kill-after=10"])
@@ -77,15 +104,7 @@ pub(crate) fn run_within(command: &Command, limit: Duration) -> Result<()> {
             None => bounded.env_remove(name),
         };
     }
-    let shown = shown(command);
-    let status = bounded
-        .status()
-        .with_context(|| format!("cannot start `{shown}`"))?;
-    match status.code() {
-        Some(0) => Ok(()),
-        Some(124) => bail!("`{shown}` was ended after {} s", limit.as_secs()),
-        _ => bail!("`{shown}` failed: {status}"),
-    }
+    bounded
 }
 
 /// The program and its arguments as one would type them, for messages.

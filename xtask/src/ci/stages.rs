@@ -8,7 +8,9 @@ use anyhow::{Result, ensure};
 
 use super::{Context, Stage};
 use crate::guest::{self, ScenarioArgs};
-use crate::{consumers, cpp_engine, demo, interop, process, setup, sim, stores, tidy, workspace};
+use crate::{
+    consumers, cpp_engine, demo, interop, mutants, process, setup, sim, stores, tidy, workspace,
+};
 
 pub(super) const STAGES: &[Stage] = &[
     Stage {
@@ -76,6 +78,12 @@ pub(super) const STAGES: &[Stage] = &[
         budget_s: 900,
         full_only: true,
         run: |_| stores::run(&stores::StoresArgs::default()),
+    },
+    Stage {
+        name: "mutants",
+        budget_s: 1_800,
+        full_only: true,
+        run: |_| mutants::run(&mutants::MutantsArgs::default()),
     },
     Stage {
         name: "demo",

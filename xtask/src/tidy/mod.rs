@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-use crate::workspace;
+use crate::{mutants, workspace};
 
 /// One breach of one rule.
 #[derive(Debug)]
@@ -67,6 +67,12 @@ fn breaches() -> Result<Vec<Breach>> {
     }
     breaches.extend(dependencies::check(&root)?);
     breaches.extend(reports::check(&root));
+    let rotten = mutants::rotten(&root).into_iter();
+    breaches.extend(rotten.map(|(file, message)| Breach {
+        file,
+        line: None,
+        message,
+    }));
     breaches.sort_by(|a, b| (&a.file, a.line).cmp(&(&b.file, b.line)));
     Ok(breaches)
 }

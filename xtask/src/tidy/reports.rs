@@ -4,34 +4,78 @@ use std::path::{Path, PathBuf};
 
 use super::Breach;
 
-/// The table of reports about GIDs, handshakes and memory.
-const TABLE: &str = "tests/REPORTS.md";
+/// A page with a table of reports.
+struct Table {
+    page: &'static str,
+    /// The reports that must have a row there.
+    reports: &'static [&'static str],
+}
 
-/// Tests are named as `path/from/the/root.rs::name`, in code quotes.
+const TABLES: &[Table] = &[
+    Table {
+        page: "tests/REPORTS.md",
+        reports: &[
+            "G01", "G03", "G05", "G06", "G08", "G11", "G14", "G16", "G18", "G21", "G23", "G25",
+            "G27", "G31", "G33", "G34", "H01", "H03", "H06", "H07", "H09", "H11", "H14", "H16",
+            "H18", "H20", "R01", "R03", "R05", "R08", "R09", "R12", "R15",
+        ],
+    },
+    Table {
+        page: "crates/transport/tests/REPORTS.md",
+        reports: &[
+            "E01", "E02", "E03", "E06", "E08", "E12", "E14", "E17", "E20", "E21", "E24", "X01",
+            "X04", "X06", "X07", "X10", "X13", "X15", "X18", "X20",
+        ],
+    },
+];
+
 pub(super) fn check(root: &Path) -> Vec<Breach> {
+    let tables = TABLES.iter();
+    tables.flat_map(|table| check_table(root, table)).collect()
+}
+
+/// Tests are named as `path/from/the/root.rs::name`, in code quotes. Each report has one whose name
+/// begins with, or holds, its number; a row that is no report's has one of any name.
+fn check_table(root: &Path, table: &Table) -> Vec<Breach> {
     let breach = |line, message| Breach {
-        file: PathBuf::from(TABLE),
+        file: PathBuf::from(table.page),
         line,
         message,
     };
-    let Ok(table) = std::fs::read_to_string(root.join(TABLE)) else {
+    let Ok(text) = std::fs::read_to_string(root.join(table.page)) else {
         return vec![breach(None, "it is missing".to_owned())];
     };
     let mut breaches = Vec::new();
-    for (index, line) in table.lines().enumerate() {
-        for (file, name) in named(line) {
+    let mut missing: Vec<_> = table.reports.to_vec();
+    for (index, line) in text.lines().enumerate() {
+        let Some(row) = line.strip_prefix("| ") else {
+            continue;
+        };
+        let line = Some(index + 1);
+        for (file, name) in named(row) {
             let text = std::fs::read_to_string(root.join(file)).unwrap_or_default();
             if !text.contains(&format!("fn {name}(")) && !text.contains(&format!("\"{name}\"")) {
-                let message = format!("{file} has no test `{name}`");
-                breaches.push(breach(Some(index + 1), message));
+                breaches.push(breach(line, format!("{file} has no test `{name}`")));
             }
         }
-        let is_row =
-            line.starts_with("| ") && line.chars().nth(3).is_some_and(|c| c.is_ascii_digit());
-        if is_row && named(line).next().is_none() && !line.contains("does not apply") {
-            let message = "a report without a test; if it does not apply, say why".to_owned();
-            breaches.push(breach(Some(index + 1), message));
+        let report = table.reports.iter().find(|report| {
+            let rest = row.strip_prefix(**report);
+            rest.is_some_and(|rest| rest.starts_with(' '))
+        });
+        missing.retain(|missing| Some(missing) != report);
+        let number = report.map_or(String::new(), |report| {
+            format!("{}_", report.to_lowercase())
+        });
+        let is_head = row.starts_with("report |") || row.starts_with("scenario |");
+        let is_tested = named(row).any(|(_, name)| name.contains(&number));
+        if !is_head && !is_tested && !row.contains("does not apply") {
+            let message =
+                format!("a row without a test `{number}…`; if the report does not apply, say why");
+            breaches.push(breach(line, message));
         }
+    }
+    for report in missing {
+        breaches.push(breach(None, format!("{report} has no row")));
     }
     breaches
 }

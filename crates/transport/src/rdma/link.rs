@@ -256,3 +256,29 @@ impl Link {
         busy.map(|queue| queue.progress_at).min()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_posted_later_does_not_restart_the_wait_for_what_was_posted_before() {
+        let at = Time::from_millis;
+        let gate = Arc::new(AtomicBool::new(true));
+        let mut link = Link::new(1, Arc::new(Pairs(Vec::new())), gate, at(0));
+        link.queues.push(SendQueue {
+            in_flight: 0,
+            depth: 4,
+            progress_at: at(0),
+            doubtful: None,
+        });
+        assert_eq!(link.stalled_since(), None, "nothing is in flight");
+        link.posted(0, 10, at(100));
+        link.posted(0, 10, at(400));
+        assert_eq!(link.stalled_since(), Some(at(100)));
+        link.came_back(0, 10, at(500));
+        assert_eq!(link.stalled_since(), Some(at(500)), "that is progress");
+        link.came_back(0, 10, at(600));
+        assert_eq!(link.stalled_since(), None);
+    }
+}

@@ -254,7 +254,7 @@ pub(super) fn error_state_flushes_what_is_outstanding(fabric: &dyn Fabric) {
 }
 
 /// What did not fit is known exactly: each posted request completes, and no other.
-pub(super) fn a_full_send_queue_says_how_much_was_posted(fabric: &dyn Fabric) {
+pub(super) fn x20_a_full_send_queue_says_how_much_was_posted(fabric: &dyn Fabric) {
     let initiator = Endpoint::open_sized(fabric, Side::Initiator, 4096);
     let target = Endpoint::open(fabric, Side::Target);
     initiator.to_init();

@@ -7,7 +7,7 @@ use super::{
 use crate::{AccessFlags, HostMemory, QpCapacity, QpInit, QpState, VerbsError, WorkRequest};
 
 /// 200 pairs, connected half of the time, each with an identity of its own.
-pub(super) fn queue_pairs_come_and_go(fabric: &dyn Fabric) {
+pub(super) fn x13_queue_pairs_come_and_go(fabric: &dyn Fabric) {
     let mut initiator = Endpoint::open(fabric, Side::Initiator);
     let mut target = Endpoint::open(fabric, Side::Target);
     let mut identities = std::collections::BTreeSet::new();

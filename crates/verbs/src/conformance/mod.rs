@@ -80,7 +80,7 @@ pub const BODIES: &[(&str, Body)] = bodies! {
         another_domain_is_out_of_reach,
         a_peer_that_is_silent_ends_the_retries,
         error_state_flushes_what_is_outstanding,
-        a_full_send_queue_says_how_much_was_posted,
+        x20_a_full_send_queue_says_how_much_was_posted,
         posting_before_ready_to_send_loses_nothing,
         iova_names_the_memory,
     }
@@ -92,7 +92,7 @@ pub const BODIES: &[(&str, Body)] = bodies! {
         an_overrun_queue_names_itself,
     }
     lifetime::{
-        queue_pairs_come_and_go,
+        x13_queue_pairs_come_and_go,
         objects_may_be_dropped_in_any_order,
         memory_outlives_its_handle,
         objects_of_two_contexts_do_not_mix,

@@ -187,3 +187,24 @@ fn x10_a_transfer_that_nobody_works_on_fails_at_its_time() {
         Some(TransferError::Deadline { .. })
     ));
 }
+
+#[test]
+fn x18_slices_are_made_one_by_one_however_long_the_request_is() {
+    const SLICES: u64 = 877_952;
+    let (transfer, count) = transfer(SLICES * 100, &[SLICES * 100], &[SLICES * 100]);
+    // As deep as queues are.
+    let posted: Vec<_> = (0..256).filter_map(|_| transfer.claim()).collect();
+    assert_eq!(posted.len(), 256);
+    assert!(transfer.returned.is_empty(), "nothing waits as a slice");
+    assert_eq!(transfer.unclaimed_bytes(), (SLICES - 256) * 100);
+    posted
+        .into_iter()
+        .for_each(|slice| transfer.complete(slice));
+    let mut claimed = 256;
+    while let Some(slice) = transfer.claim() {
+        assert_eq!(finished(&count), 0);
+        transfer.complete(slice);
+        claimed += 1;
+    }
+    assert_eq!((claimed, finished(&count)), (SLICES, 1));
+}

@@ -1,9 +1,13 @@
 //! What the thread does about the first that it learns of a NIC.
 
+use std::sync::OnceLock;
 use std::sync::atomic::AtomicUsize;
+
+use rerail_verbs::AsyncEventKind;
 
 use super::super::rig::{rig, wait_until};
 use super::*;
+use crate::event::Subscriber;
 
 /// Counts what is to be published.
 #[derive(Default)]
@@ -48,4 +52,53 @@ fn a_device_that_dies_before_it_is_first_read_is_shut_and_let_go_of() {
         .expect("a thread");
     wait_until("it is let go of", || nic.opening().is_none());
     assert!(!nic.is_gate_open());
+}
+
+/// Looks at a gate when it is told that it was closed.
+struct AtTheGate {
+    nic: Arc<Nic>,
+    found_open: OnceLock<bool>,
+}
+
+impl Subscriber for AtTheGate {
+    fn event(&self, _at: Time, event: &Event) {
+        if let Event::GateClosed { .. } = event {
+            // Of several times the first counts.
+            let _ = self.found_open.set(self.nic.is_gate_open());
+        }
+    }
+}
+
+/// Waits for the first that is published.
+#[derive(Default)]
+struct Read(AtomicUsize);
+
+impl NicListener for Read {
+    fn port(&self, _local: LocalNic, _facts: observer::PortFacts, _gids: Vec<Gid>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn rekeyed(&self, _local: LocalNic) {}
+}
+
+#[test]
+fn a_gate_is_shut_before_anybody_is_told_and_before_the_port_is_read() {
+    let rig = rig(3, 1);
+    let transport = rig.transport(0, "a1");
+    let nic = Arc::clone(&transport.nics()[0]);
+    let gate = Arc::new(AtTheGate {
+        nic,
+        found_open: OnceLock::new(),
+    });
+    let (listener, events) = (Arc::new(Read::default()), Events::new(gate.clone()));
+    let read = Arc::clone(&listener);
+    transport.observe(listener, events).expect("a thread");
+    wait_until("it is read", || read.0.load(Ordering::SeqCst) > 0);
+    // The port itself does not bear it out, so that reading it would close nothing.
+    let device = rig.hosts[0].1[0];
+    rig.fabric
+        .raise_event(device, AsyncEventKind::PortErr, Some(1));
+    wait_until("it is told", || gate.found_open.get().is_some());
+    assert_eq!(gate.found_open.get(), Some(&false));
+    wait_until("it is taken back", || gate.nic.is_gate_open());
 }

@@ -200,3 +200,25 @@ fn a_control_verb_that_hangs_kills_the_context_after_a_second() {
     assert_eq!(rig.observer.counters().stale, 1);
     assert!(!rig.observer.gate_open(2));
 }
+
+#[test]
+fn a_thousand_flaps_are_published_each_and_leave_nothing_behind() {
+    let mut rig = Rig::new(&[1, 2]);
+    for _ in 0..1_000 {
+        rig.set_state(1, PortState::Down);
+        rig.event(AsyncEventKind::PortErr, 1);
+        rig.advance(Duration::from_millis(200));
+        rig.set_state(1, PortState::Active);
+        rig.event(AsyncEventKind::PortActive, 1);
+        rig.advance(Duration::from_millis(200));
+        let words = rig.words();
+        let count = |wanted| words.iter().filter(|word| **word == wanted).count();
+        assert_eq!(
+            (count("publish"), count("cut"), count("half-open")),
+            (2, 1, 1)
+        );
+    }
+    assert!(rig.observer.out.is_empty() && rig.unanswered.is_empty());
+    assert_eq!(rig.observer.ports.len(), 2);
+    assert!(rig.observer.gate_open(1) && rig.observer.gate_open(2));
+}

@@ -287,3 +287,34 @@ fn without_a_store_what_is_told_is_announced() {
     }
     assert_eq!(last, Some(Action::Left));
 }
+
+#[test]
+fn a_thousand_flaps_leave_nothing_behind_and_the_last_state_stored() {
+    let mut rig = Rig::new(TestStore::default(), &["a", "b"]);
+    rig.input(port(0, true, "10.0.0.1"));
+    let (listens, deaf) = (subscriber(1), subscriber(2));
+    for subscriber in [listens, deaf] {
+        rig.input(Input::Subscribed { subscriber });
+    }
+    for flap in 0..1_000 {
+        // The store is away at times.
+        rig.store.away = flap % 10 < 3;
+        for up in [false, true] {
+            rig.input(port(0, up, "10.0.0.1"));
+            let generation = rig.publisher.generation();
+            rig.input(Input::Acknowledged {
+                subscriber: listens,
+                generation,
+            });
+            rig.advance(Duration::from_millis(100));
+        }
+        rig.log.clear();
+    }
+    rig.store.away = false;
+    rig.advance(Duration::from_secs(20));
+    let publisher = &rig.publisher;
+    assert_eq!(publisher.stored_generation(), publisher.generation());
+    assert_eq!(publisher.subscribers(), 1, "the deaf one was given up");
+    assert!(publisher.out.is_empty() && publisher.errand.is_none());
+    assert_eq!(publisher.back_since.len(), 1, "an entry a NIC at most");
+}

@@ -553,3 +553,29 @@ fn a_forgotten_peer_leaves_nothing_behind() {
     assert!(rig.rails.timers.is_empty() && rig.rails.waiting.is_empty());
     assert!((0..4).all(|local| rig.rails.proofs_running(LocalNic(local)) == (0, 0)));
 }
+
+#[test]
+fn a_thousand_flaps_leave_nothing_behind() {
+    let mut rig = Rig::new(2, 3);
+    let sizes = |rig: &Rig| {
+        let rails = &rig.rails;
+        let running: usize = rails.running.values().sum();
+        let tables = [rails.rails.len(), rails.peers.len(), rails.locals.len()];
+        let queues = [rails.waiting.len(), rails.withdrawn.len(), rails.out.len()];
+        (tables, queues, running, rails.timers.len())
+    };
+    rig.advance(Duration::from_secs(60));
+    let before = sizes(&rig);
+    for _ in 0..1_000 {
+        rig.gate(1, LocalGate::Closed);
+        rig.advance(Duration::from_millis(500));
+        assert_eq!(rig.usable(0), 1, "the other one stays");
+        rig.gate(1, OPEN);
+        rig.advance(Duration::from_millis(500));
+        rig.log.clear();
+    }
+    // Until damping and back-offs are forgotten.
+    rig.advance(Duration::from_secs(180));
+    assert_eq!(sizes(&rig), before);
+    assert!((0..3).all(|peer| rig.usable(peer) == 2), "all work");
+}
