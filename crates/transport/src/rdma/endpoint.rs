@@ -159,6 +159,12 @@ impl Endpoint {
         told.or(self.parties.peer_instance.as_ref())
     }
 
+    /// True if the peer is known, and does not say which path MTU it uses.
+    pub fn is_mtu_unsaid(&self) -> bool {
+        let peer = self.peer.as_ref();
+        peer.is_some_and(|peer| peer.path_mtu.is_none())
+    }
+
     /// The peer's GID, as far as it is known: by its message, else by its record.
     pub fn peer_gid(&self) -> Option<Gid> {
         let told = self.peer.as_ref().map(|peer| peer.gid);
@@ -287,10 +293,7 @@ impl Endpoint {
             // Both opened at once, and the peer's request came first. Its answer to ours must name
             // the same queue pairs; that it refused ours does no harm.
             (State::Raising | State::AwaitingReadyAck { .. } | State::Connected, Ok(offer)) => {
-                let same = self
-                    .peer
-                    .as_ref()
-                    .is_some_and(|p| p.qp_nums == offer.qp_nums);
+                let same = self.is_of_peer(&offer);
                 if !same {
                     let reason = "the answer names other queue pairs than the peer's own request";
                     self.close(now, CloseCause::Mismatch(reason.into()));
@@ -346,10 +349,7 @@ impl Endpoint {
             | State::Acknowledging
             | State::AwaitingReadyAck { .. }
             | State::Connected => {
-                let same = self
-                    .peer
-                    .as_ref()
-                    .is_some_and(|p| p.qp_nums == offer.qp_nums);
+                let same = self.is_of_peer(&offer);
                 if same {
                     self.waiting.push(token);
                     if self.state != State::Raising {
@@ -366,10 +366,7 @@ impl Endpoint {
     }
 
     fn ready_ack(&mut self, token: Token, offer: &Offer) {
-        let same = self
-            .peer
-            .as_ref()
-            .is_some_and(|p| p.qp_nums == offer.qp_nums);
+        let same = self.is_of_peer(offer);
         match self.state {
             State::AwaitingReadyAck { .. } | State::Acknowledging if same => {
                 let answer = self.offer(Some(true));
@@ -389,6 +386,16 @@ impl Endpoint {
                 self.act(Action::Refuse(token, reason.into()));
             }
         }
+    }
+
+    /// Whether a message comes from the ends that we are connected to. Devices give the numbers of
+    /// queue pairs that are destroyed to new ones, so that the first packet number, where the peer
+    /// says it, has to be the same, too.
+    fn is_of_peer(&self, offer: &Offer) -> bool {
+        self.peer.as_ref().is_some_and(|peer| {
+            let same_psn = offer.psn.is_none() || peer.psn.is_none() || offer.psn == peer.psn;
+            peer.qp_nums == offer.qp_nums && same_psn
+        })
     }
 
     /// True for a request to close that belongs to an earlier endpoint of the peer: its packet

@@ -90,6 +90,8 @@ pub struct Nic {
     port: u32,
     device: Device,
     attr: DeviceAttr,
+    /// Longest message of the port; set by whoever reads it.
+    max_msg_bytes: Arc<AtomicU32>,
     gate: AtomicBool,
     facts: ArcSwapOption<PortFacts>,
     opening: ArcSwapOption<Opening>,
@@ -119,10 +121,12 @@ impl Nic {
     ) -> Result<Self, TransportError> {
         let opening = Opening::new(device, 0, config)?;
         let (context, for_job) = (opening.context().clone(), config.clone());
+        let max_msg_bytes = Arc::new(AtomicU32::new(u32::MAX));
+        let longest = Arc::clone(&max_msg_bytes);
         let pending = opening
             .context()
             .control()
-            .submit(move || first_facts(&context, port, &for_job))?;
+            .submit(move || first_facts(&context, port, &for_job, &longest))?;
         let facts = match (pending.wait_timeout(OPEN_LIMIT)?, wish) {
             (Ok(facts), _) => Some(facts),
             (Err(error @ TransportError::Port { .. }), PortWish::Any) => {
@@ -143,6 +147,7 @@ impl Nic {
             port,
             device: device.clone(),
             attr: opening.attr().clone(),
+            max_msg_bytes,
             gate: AtomicBool::new(facts.is_some()),
             facts: ArcSwapOption::from_pointee(facts),
             controls: Mutex::new(vec![opening.context().control().clone()]),
@@ -174,6 +179,11 @@ impl Nic {
     /// Limits of the device.
     pub fn attr(&self) -> &DeviceAttr {
         &self.attr
+    }
+
+    /// Longest message that one work request may move.
+    pub fn max_msg_bytes(&self) -> u32 {
+        self.max_msg_bytes.load(Ordering::Relaxed)
     }
 
     /// The open device; `None` while it is dead.
@@ -267,6 +277,7 @@ fn first_facts(
     context: &Context,
     port: u32,
     config: &RdmaConfig,
+    max_msg_bytes: &AtomicU32,
 ) -> Result<PortFacts, TransportError> {
     let unusable = |reason: String| TransportError::Port {
         device: context.name().to_owned(),
@@ -275,6 +286,7 @@ fn first_facts(
     };
     let reading = read_port(context, port, config.pkey_index)?;
     let attr = &reading.attr;
+    max_msg_bytes.store(attr.max_msg_bytes, Ordering::Relaxed);
     if !attr.state.is_active() {
         return Err(unusable(format!("it is {}, not ACTIVE", attr.state)));
     }

@@ -250,3 +250,44 @@ fn facts(nic: &Nic) -> Result<Arc<PortFacts>, TransportError> {
         reason: "it has not been usable yet".into(),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::rig::rig;
+    use super::*;
+
+    /// What becomes of connecting `host0` to `host1` with these rows, and then with its own.
+    fn raised(seed: u64, rows: &[Row]) -> Raised {
+        let rig = rig(seed, 1);
+        let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+        let nic = &a.nics()[0];
+        let opening = nic.opening().expect("open");
+        let prepared = prepare(nic, &opening, a.config(), &Advice::default(), 7).expect("made");
+        let peer = PeerEnds {
+            gid: b.nics()[0].facts().expect("usable").gid.gid,
+            lid: 0,
+            qp_nums: vec![1, 2],
+            psn: Some(9),
+            path_mtu: None,
+            rd_atomic: None,
+            instance: None,
+            ready_ack: true,
+        };
+        let tried: Vec<_> = rows.iter().chain(&prepared.rows).copied().collect();
+        let control = opening.context().control();
+        let own = (&prepared.local, tried.as_slice());
+        raise(&prepared.pairs, nic, control, a.config(), own, &peer)
+    }
+
+    #[test]
+    fn a_row_that_cannot_be_connected_is_passed_over() {
+        let gone = Row {
+            index: 99,
+            gid: Gid::from_ip([10, 0, 9, 9].into()),
+        };
+        let Raised { refused, outcome } = raised(30, &[gone]);
+        assert_eq!(refused, [gone.gid]);
+        assert_eq!(outcome, Ok(Gid::from_ip([10, 0, 0, 1].into())));
+        assert_eq!(raised(31, &[]).refused, []);
+    }
+}

@@ -177,6 +177,13 @@ impl Paths {
         true
     }
 
+    /// Short packets do no better: long ones are tried again.
+    pub(super) fn long_again(&mut self, way: &Way) {
+        if let Some(learnt) = self.ways.get_mut(way) {
+            learnt.short_until = None;
+        }
+    }
+
     fn learnt(&mut self, way: &Way) -> &mut Learnt {
         if self.ways.len() >= WAYS_MAX && !self.ways.contains_key(way) {
             self.ways.clear();

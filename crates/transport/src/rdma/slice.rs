@@ -18,6 +18,16 @@ pub struct Slicing {
 }
 
 impl Slicing {
+    /// The same with no slice longer than `bytes`: the longest message of a port.
+    #[must_use]
+    pub fn within(self, bytes: u32) -> Self {
+        let slice_bytes = self.slice_bytes.min(bytes.max(1));
+        Self {
+            slice_bytes,
+            fragment_bytes: self.fragment_bytes.min(bytes.saturating_sub(slice_bytes)),
+        }
+    }
+
     /// Length of the next slice, of `remaining` bytes with `local_room` and `remote_room` bytes to
     /// the seams. Zero only when one of them is.
     pub fn cut(self, remaining: u64, local_room: u64, remote_room: u64) -> u32 {
@@ -196,6 +206,24 @@ mod tests {
             (1 << 40, 65_536),
         ] {
             assert_eq!(SLICING.cut(remaining, u64::MAX, u64::MAX), expected);
+        }
+    }
+
+    #[test]
+    fn no_slice_is_longer_than_the_longest_message() {
+        for (longest, expected) in [
+            (u32::MAX, 81_920),
+            (81_920, 81_920),
+            (70_000, 65_536),
+            (1_000, 1_000),
+            (0, 1),
+        ] {
+            let slicing = SLICING.within(longest);
+            assert_eq!(
+                slicing.cut(81_920, u64::MAX, u64::MAX),
+                expected,
+                "{longest}"
+            );
         }
     }
 

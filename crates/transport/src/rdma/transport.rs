@@ -239,9 +239,12 @@ impl RdmaTransport {
             .register(&self.nics, memory, access, mr_bytes_max)
     }
 
-    /// Starts a transfer. Never blocks; `on_finished` is told once it is over.
+    /// Starts a transfer, in slices that every own port can move at once. Never blocks;
+    /// `on_finished` is told once it is over.
     pub fn submit(&self, spec: TransferSpec, on_finished: Arc<dyn OnFinished>) -> Arc<Transfer> {
-        let transfer = Transfer::new(spec, on_finished);
+        let longest = self.nics().iter().map(|nic| nic.max_msg_bytes()).min();
+        let slicing = spec.slicing.within(longest.unwrap_or(u32::MAX));
+        let transfer = Transfer::new(TransferSpec { slicing, ..spec }, on_finished);
         self.router.route(Arc::clone(&transfer));
         transfer
     }

@@ -143,6 +143,8 @@ impl Core {
         let verdict = self.judge_packet(&PacketView {
             from,
             to,
+            source: packet.source.gid(),
+            destination: packet.destination.gid(),
             kind,
             dest_qp_num: packet.dest_qp_num,
             psn,
@@ -154,6 +156,7 @@ impl Core {
             return;
         };
         let link = port.link.clone();
+        let fits = fits && link.frame_bytes_max.is_none_or(|max| frame <= max);
         let headers = HEADER_BYTES * bytes.div_ceil(packet.mtu.bytes()).max(1);
         let bits = u64::from(bytes + headers) * 8;
         let sending_ns = u128::from(bits) * 1_000_000_000 / u128::from(link.bits_per_s.max(1));

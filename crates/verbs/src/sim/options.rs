@@ -217,6 +217,8 @@ pub struct PortOptions {
     pub roce_v1_rows: bool,
     /// LID of an InfiniBand port; 0 on Ethernet.
     pub lid: u16,
+    /// Longest message in bytes. Longer work requests end with `LOC_LEN_ERR`.
+    pub max_msg_bytes: u32,
     /// The P_Key table.
     pub pkeys: Vec<u16>,
     /// Length of the GID table.
@@ -243,6 +245,7 @@ impl PortOptions {
             addresses: addresses.to_vec(),
             roce_v1_rows: false,
             lid: 0,
+            max_msg_bytes: 1 << 30,
             pkeys: vec![0xffff],
             gid_tbl_len: 1_024,
             active_width: 1,
@@ -279,6 +282,9 @@ pub struct LinkOptions {
     /// Time that packets wait *inside* the port, where taking it down purges them; a queueing
     /// discipline on the interface.
     pub egress_delay: Duration,
+    /// Longest packet with headers that the network carries from the port, where that is less than
+    /// interfaces believe: longer ones are lost without a word. `None` for no limit.
+    pub frame_bytes_max: Option<u32>,
 }
 
 impl Default for LinkOptions {
@@ -289,6 +295,7 @@ impl Default for LinkOptions {
             jitter_max: Duration::ZERO,
             loss: 0.0,
             egress_delay: Duration::ZERO,
+            frame_bytes_max: None,
         }
     }
 }

@@ -22,6 +22,15 @@ pub(super) enum Address {
     Lid(u16),
 }
 
+impl Address {
+    pub(super) fn gid(self) -> Option<Gid> {
+        match self {
+            Self::Gid(gid) => Some(gid),
+            Self::Lid(_) => None,
+        }
+    }
+}
+
 /// The peer's memory that a whole message is about.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Target {

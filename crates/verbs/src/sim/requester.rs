@@ -87,6 +87,12 @@ impl Core {
         }
         let (nic, pd) = (pair.nic, pair.pd);
         let request = work.request;
+        let longest = self
+            .port(pair.at())
+            .map_or(u32::MAX, |port| port.max_msg_bytes);
+        if request.bytes() > u64::from(longest) {
+            return fail(WcStatus::LocLenErr, 0);
+        }
         let access = if read {
             AccessFlags::LOCAL_WRITE
         } else {

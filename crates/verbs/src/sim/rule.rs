@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::core::Core;
 use super::event::Element;
 use super::node::{NicId, PortId};
-use crate::{AsyncEventKind, RdmaOpcode, WcStatus};
+use crate::{AsyncEventKind, Gid, RdmaOpcode, WcStatus};
 
 /// What a packet is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,6 +35,10 @@ pub struct PacketView {
     pub from: PortId,
     /// Port that it goes to.
     pub to: PortId,
+    /// Address that it comes from; `None` where LIDs are used.
+    pub source: Option<Gid>,
+    /// Address that it goes to.
+    pub destination: Option<Gid>,
     /// What it is.
     pub kind: PacketKind,
     /// Number of the queue pair that it goes to.

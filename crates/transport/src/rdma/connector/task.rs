@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
-use rerail_verbs::{AsyncEventKind, Gid, ObjectId};
+use rerail_verbs::{AsyncEventKind, Gid, ObjectId, QpState, QueuePair};
 use tokio::sync::{mpsc, oneshot};
 
 use super::super::endpoint::{
@@ -54,6 +54,8 @@ pub(super) enum Mail {
     },
     /// A device's event of a queue pair, which may be one of the endpoint's.
     QueuePairEvent(ObjectId, AsyncEventKind),
+    /// Its queue pairs were in ERR before we moved them there.
+    WereInError,
     /// The data thread has nothing of it any more, but holds these transfers for the fence.
     Drained(Vec<Arc<Transfer>>),
 }
@@ -161,8 +163,11 @@ impl EndpointTask {
                     forgotten,
                     unproved,
                 } => self.release_elsewhere(&rail, binding, forgotten, unproved),
-                Mail::Input(_) | Mail::Prepared(_) | Mail::Raised(_) | Mail::QueuePairEvent(..) => {
-                }
+                Mail::Input(_)
+                | Mail::Prepared(_)
+                | Mail::Raised(_)
+                | Mail::WereInError
+                | Mail::QueuePairEvent(..) => {}
             }
         }
         self.held.iter().for_each(|transfer| transfer.release());
@@ -208,6 +213,7 @@ impl EndpointTask {
                     self.machine.handle(now, Input::Close(cause));
                 }
             }
+            Mail::WereInError => self.were_in_error(),
             Mail::Drained(held) => {
                 self.held.extend(held);
                 self.machine.handle(now, Input::Drained);
@@ -397,7 +403,15 @@ impl EndpointTask {
         let (Some(pairs), mailbox) = (self.pairs.clone(), self.mailbox.clone()) else {
             return;
         };
+        let asks = !self.opened_here && self.machine.is_mtu_unsaid();
         let submitted = self.opening.context().control().submit_urgent(move || {
+            let is_in_error = |pair: &QueuePair| {
+                let known = pair.query();
+                known.is_ok_and(|known| known.state == QpState::Error)
+            };
+            if asks && pairs.0.iter().any(is_in_error) {
+                let _ = mailbox.send(Mail::WereInError);
+            }
             // All of them, whatever the others say.
             let failed = pairs
                 .0
@@ -662,6 +676,27 @@ impl EndpointTask {
                 }
                 _ => {}
             }
+        }
+    }
+
+    /// The peer, which does not say its MTU, has sent what our queue pairs could not take, and has
+    /// closed them then. Other MTUs look like that, of which one end sees nothing else; so do keys
+    /// that are wrong, and hence it is tried one way and the other.
+    fn were_in_error(&self) {
+        let by_peer = [
+            CloseCause::PeerClosed,
+            CloseCause::PeerRebuilt,
+            CloseCause::Event(AsyncEventKind::QpReqErr),
+        ];
+        let cause = self.machine.close_cause();
+        if !cause.is_some_and(|cause| by_peer.contains(cause)) {
+            return;
+        }
+        let mtu = self.local.as_ref().and_then(|local| local.path_mtu);
+        if mtu.is_some_and(|mtu| mtu > MTU_SAFE) {
+            self.long_lost(Doubt::Sure);
+        } else {
+            self.paths().long_again(&self.way());
         }
     }
 

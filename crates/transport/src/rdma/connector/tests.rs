@@ -10,6 +10,8 @@ use super::super::rig::{KIB, Move, Rig, peer_of, registered, rig, wait_until};
 use super::*;
 use crate::TransferError;
 
+mod paths;
+
 #[test]
 fn a_connection_that_the_peer_closes_is_made_again_and_no_transfer_fails() {
     let rig = rig(1, 1);

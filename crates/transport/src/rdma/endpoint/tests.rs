@@ -554,3 +554,27 @@ fn h03_an_answer_that_comes_while_the_queue_pairs_are_raised_is_not_lost() {
         [Action::Answer(Token(1), _), Action::Acknowledge(_)]
     ));
 }
+
+#[test]
+fn h06_new_queue_pairs_may_have_the_numbers_of_earlier_ones() {
+    let from = |psn| Offer {
+        psn: Some(psn),
+        ..offer("b", "a", 5)
+    };
+    let mut endpoint = offered();
+    handle(&mut endpoint, Input::Replied(Ok(from(7))));
+    handle(&mut endpoint, Input::Raised(Ok(())));
+    handle(&mut endpoint, Input::Acknowledged(Ok(())));
+    // The same request once more, and late.
+    let again = handle(&mut endpoint, Input::Requested(Token(1), from(7)));
+    assert!(
+        matches!(&again[..], [Action::Answer(Token(1), _)]),
+        "{again:?}"
+    );
+    let rebuilt = handle(&mut endpoint, Input::Requested(Token(2), from(8)));
+    assert!(
+        rebuilt.contains(&Action::PassOn(Token(2), from(8))),
+        "{rebuilt:?}"
+    );
+    assert_eq!(endpoint.close_cause(), Some(&CloseCause::PeerRebuilt));
+}
