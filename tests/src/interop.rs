@@ -71,7 +71,12 @@ pub const RDMA: Setting = Setting {
     target_device: "rxe_a0",
     initiator_device: "rxe_a1",
     bytes: 8 * MIB,
-    meetings: &[Meeting::Handshake, Meeting::OurHttp, Meeting::TheirHttp],
+    meetings: &[
+        Meeting::Handshake,
+        Meeting::OurHttp,
+        Meeting::TheirHttp,
+        Meeting::Etcd,
+    ],
     bench_meetings: &[Meeting::Handshake],
 };
 

@@ -10,7 +10,7 @@ use crate::interop;
 pub(super) const SCENARIO: Scenario = Scenario {
     name: "cpp_engine_moves_bytes_to_and_from_us_over_rdma",
     full_only: false,
-    limit: Duration::from_secs(600),
+    limit: Duration::from_secs(900),
     body,
 };
 
