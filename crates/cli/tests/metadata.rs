@@ -168,6 +168,25 @@ fn records_are_written_read_listed_and_removed() {
 }
 
 #[test]
+fn what_others_have_written_neither_ends_a_line_nor_commands_the_terminal() {
+    let (_server, url) = serve(&[], &[]);
+    let (key, value) = ("p/a\nb\u{1b}[2J", "1\r\u{7}2\n3\n");
+    succeeds(&["put", "--metadata", &url, key, value]);
+    let listed = succeeds(&["list", "--metadata", &url]);
+    assert_eq!(listed, "p/a\\nb\\u{1b}[2J\n");
+    let mut watch = Running::start(rerail(&["watch", "--metadata", &url, "p/"]));
+    assert_eq!(watch.line(), "put p/a\\nb\\u{1b}[2J 1\\r\\u{7}2\\n3");
+    // As they are where nobody reads lines.
+    let listed = succeeds(&["list", "--json", "--metadata", &url]);
+    let listed: Value = serde_json::from_str(&listed).expect("JSON");
+    assert_eq!(listed, json!([{"key": key, "value": value}]));
+    assert_eq!(succeeds(&["get", "--metadata", &url, key]), value);
+    let output = run(&["rm", "--metadata", &url, key, "no\u{1b}ne"]);
+    let said = stderr(&output);
+    assert!(said.contains("no\\u{1b}ne"), "{said}");
+}
+
+#[test]
 fn a_value_comes_from_stdin_byte_for_byte() {
     let (_server, url) = serve(&[], &[]);
     let value = [b"\x00\xff\r\n".as_slice(), &[b'x'; 100_000]].concat();

@@ -50,9 +50,14 @@ struct Server {
 
 impl Server {
     fn start(data_dir: Option<&Path>) -> Self {
+        Self::start_by(data_dir, |program| Command::new(program))
+    }
+
+    /// With a command that runs the program with whatever arguments come.
+    fn start_by(data_dir: Option<&Path>, command: impl FnOnce(&Path) -> Command) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let port_file = dir.path().join("port");
-        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        let mut command = command(&std::env::current_exe().expect("this program"));
         command
             .args(["--exact", "serve_when_asked"])
             .env(PORT_FILE, &port_file);
@@ -275,4 +280,163 @@ async fn a_server_frozen_for_15_s_is_an_outage_and_nothing_else() {
     until_up(|| store.put("p/a", text("2"), None)).await;
     until_followed(follow, "p/a", "2").await;
     owned.close().await.expect("closed");
+}
+
+/// Ends a file's growth where a full disk would: at so many blocks of 512 bytes.
+fn with_file_limit(program: &Path, blocks: u32) -> Command {
+    let mut command = Command::new("sh");
+    let script = format!("trap '' XFSZ; ulimit -S -f {blocks}; exec \"$0\" \"$@\"");
+    command.arg("-c").arg(script).arg(program);
+    command
+}
+
+#[tokio::test]
+async fn a_full_disk_refuses_changes_loses_nothing_and_heals_once_there_is_room() {
+    const LENGTH: usize = 100_000;
+    let dir = tempfile::tempdir().expect("a directory");
+    // Room for the file as it is made, and some records.
+    let mut server = Server::start_by(Some(dir.path()), |program| with_file_limit(program, 8_192));
+    let service = Forward::to(server.port).await;
+    let store = client(&service);
+    let value = |number: usize| -> Bytes { vec![b'a' + number as u8; LENGTH].into() };
+    let mut follow = Follow::new(Arc::new(client(&service)), "k/").await;
+    let follow = follow.as_mut().expect("follow");
+    let mut stored = 0;
+    let error = loop {
+        match store.put(&format!("k/{stored}"), value(stored), None).await {
+            Ok(_) => stored += 1,
+            Err(error) => break error,
+        }
+        assert!(stored < 150, "the limit on files does not hold");
+    };
+    assert!(stored > 3, "only {stored} records fitted: {error}");
+    assert!(error.is_retryable(), "{error}");
+    assert!(error.to_string().contains("disk"), "{error}");
+    // It goes on answering, with what it has acknowledged, and shows that it is ill.
+    let last = format!("k/{}", stored - 1);
+    until_up(|| store.get(&last)).await;
+    let ill = store.put("k/0", text("no"), None).await;
+    assert!(ill.expect_err("still full").is_retryable());
+
+    let limit = Command::new("prlimit")
+        .args([
+            "--pid",
+            &server.process.id().to_string(),
+            "--fsize=unlimited",
+        ])
+        .status();
+    assert!(limit.expect("prlimit runs").success());
+    until_up(|| store.put("k/late", text("1"), None)).await;
+    until_followed(follow, "k/late", "1").await;
+    let check = async |store: &HttpStore| {
+        let records = store.list("k/").await.expect("a list");
+        assert_eq!(
+            records.len(),
+            stored + 1,
+            "what was acknowledged, and no more"
+        );
+        for number in 0..stored {
+            let record = store.get(&format!("k/{number}")).await.expect("stored");
+            assert!(record.value == value(number), "k/{number} is another");
+        }
+    };
+    check(&store).await;
+    assert_eq!(follow.records().len(), stored + 1);
+    server.process.kill();
+    let server = Server::start(Some(dir.path()));
+    service.switch(server.port);
+    until_up(|| store.get("k/late")).await;
+    check(&store).await;
+}
+
+#[tokio::test]
+async fn a_damaged_file_is_an_error_that_names_it_or_harmless_and_never_a_panic() {
+    const RECORDS: usize = 200;
+    let whole = {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut server = Server::start(Some(dir.path()));
+        let service = Forward::to(server.port).await;
+        let store = client(&service);
+        let lease = store.grant_lease(Duration::from_secs(60)).await;
+        let lease = lease.expect("lease");
+        for number in 0..RECORDS {
+            let value = vec![b'x'; 100 + 13 * number];
+            let key = format!("k/{number}");
+            let stored = store.put(&key, value.into(), Some(&lease)).await;
+            stored.expect("put");
+        }
+        server.process.kill();
+        std::fs::read(dir.path().join("metadata.redb")).expect("the file")
+    };
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("metadata.redb");
+    let mut options = ServerOptions::default();
+    options.data_dir = Some(dir.path().to_owned());
+    let mut refused = 0;
+    // From the clock, and named by the assertions: each run looks somewhere else.
+    let seed: u64 = rand::random();
+    let mut random = <rand::rngs::StdRng as rand::SeedableRng>::seed_from_u64(seed);
+    for round in 0..60 {
+        use rand::Rng as _;
+        let mut bytes = whole.clone();
+        let what = match round % 4 {
+            // What a disk that lost its end has.
+            0 => {
+                bytes.truncate(random.random_range(0..whole.len()));
+                "shorter"
+            }
+            // A lost page.
+            1 => {
+                let at = random.random_range(0..whole.len() / 4096) * 4096;
+                bytes[at..at + 4096].fill(0);
+                "a page of zeros"
+            }
+            // Garbage in the head, where the trees begin.
+            2 => {
+                for _ in 0..4 {
+                    let at = random.random_range(0..512);
+                    bytes[at] = random.random();
+                }
+                "another head"
+            }
+            _ => {
+                for _ in 0..64 {
+                    let at = random.random_range(0..whole.len());
+                    bytes[at] ^= 1 << random.random_range(0..8);
+                }
+                "flipped bits"
+            }
+        };
+        std::fs::write(&file, &bytes).expect("written");
+        match MetadataServer::open(options.clone()) {
+            Err(error) => {
+                let error = error.to_string();
+                assert!(error.contains("metadata.redb"), "{seed} {round}: {error}");
+                assert!(error.contains(&*dir.path().to_string_lossy()), "{error}");
+                refused += 1;
+            }
+            Ok(server) => {
+                let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
+                let listener = listener.expect("listens");
+                let port = listener.local_addr().expect("an address").port();
+                let serving = tokio::spawn(server.serve(listener, std::future::pending()));
+                let store = client(&Forward::to(port).await);
+                for work in [
+                    store.put("k/0", text("1"), None).await.map(drop),
+                    store.delete("k/1").await.map(drop),
+                    store.list("k/").await.map(drop),
+                ] {
+                    if let Err(error) = work {
+                        assert!(error.is_retryable(), "{seed} {round}, {what}: {error}");
+                    }
+                }
+                serving.abort();
+                let _ = serving.await;
+            }
+        }
+    }
+    assert!(
+        refused > 10,
+        "only {refused} of 60 were refused: seed {seed}"
+    );
 }

@@ -4,99 +4,19 @@
 
 mod common;
 
-use std::net::SocketAddr;
-use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
 use common::logs;
+use common::served::{Server, on_disk, plain_client};
 use rerail_metadata::server::{MetadataServer, ServerOptions};
 use rerail_metadata::{
     HttpStore, MetadataError, MetadataStore, Secret, StoreOptions, WatchEvent, conformance,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::oneshot;
-
-/// A server within the test. Dropping it stops it as a crash would: connections are cut.
-struct Server {
-    address: SocketAddr,
-    stop: Option<oneshot::Sender<()>>,
-    task: tokio::task::JoinHandle<()>,
-}
-
-impl Server {
-    async fn start(options: ServerOptions, address: Option<SocketAddr>) -> Self {
-        let address = address.unwrap_or_else(|| ([127, 0, 0, 1], 0).into());
-        let mut attempts = 0;
-        let listener = loop {
-            match TcpListener::bind(address).await {
-                Ok(listener) => break listener,
-                Err(error) if attempts > 50 => panic!("cannot listen on {address}: {error}"),
-                Err(_) => attempts += 1,
-            }
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        };
-        let address = listener.local_addr().expect("an address");
-        let (stop, stopped) = oneshot::channel();
-        let server = MetadataServer::open(options).expect("options are valid");
-        let task = tokio::spawn(async move {
-            let stopped = async {
-                let _ = stopped.await;
-            };
-            server.serve(listener, stopped).await;
-        });
-        Self {
-            address,
-            stop: Some(stop),
-            task,
-        }
-    }
-
-    fn url(&self) -> String {
-        format!("http://{}/metadata", self.address)
-    }
-
-    fn client(&self) -> HttpStore {
-        HttpStore::new(&self.url(), None, &StoreOptions::default()).expect("a client")
-    }
-
-    async fn stop(mut self) -> SocketAddr {
-        if let Some(stop) = self.stop.take() {
-            let _ = stop.send(());
-        }
-        let _ = (&mut self.task).await;
-        self.address
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
-
-/// A client as others write them, without TLS.
-fn plain_client() -> reqwest::Client {
-    let tls = rustls::ClientConfig::builder_with_provider(
-        rustls::crypto::ring::default_provider().into(),
-    )
-    .with_safe_default_protocol_versions()
-    .expect("versions")
-    .with_root_certificates(rustls::RootCertStore::empty())
-    .with_no_client_auth();
-    let client = reqwest::Client::builder()
-        .tls_backend_preconfigured(tls)
-        .no_proxy();
-    client.build().expect("a client")
-}
-
-fn on_disk(dir: &Path) -> ServerOptions {
-    let mut options = ServerOptions::default();
-    options.data_dir = Some(dir.to_owned());
-    options
-}
+use tokio::net::TcpListener;
 
 #[tokio::test]
 async fn the_http_server_conforms_in_memory() {
@@ -346,52 +266,6 @@ async fn a_server_that_never_answers_times_out_by_the_deadline() {
     assert!(started.elapsed() < Duration::from_secs(10));
 }
 
-/// Sends `head` and says whether the server closes the connection, with what it said before.
-async fn is_closed(address: SocketAddr, head: &str) -> String {
-    let mut stream = TcpStream::connect(address).await.expect("connects");
-    stream.write_all(head.as_bytes()).await.expect("sent");
-    let mut said = String::new();
-    let end = tokio::time::timeout(Duration::from_secs(30), stream.read_to_string(&mut said));
-    // A reset is an end, too.
-    let _ = end.await.expect("the server closes the connection");
-    said
-}
-
-#[tokio::test]
-async fn slow_and_silent_clients_are_closed_and_hold_no_place() {
-    let mut options = ServerOptions::default();
-    options.limits.connections_max = 3;
-    options.limits.requests_max = 2;
-    options.limits.idle_max = Duration::from_millis(500);
-    options.limits.request_time_max = Duration::from_millis(500);
-    let server = Server::start(options, None).await;
-    // More of them than there are places: each of them gets its turn, and ours does.
-    let put = "PUT /metadata?key=k HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\nbegun";
-    let heads = [
-        "",
-        "GET /metadata?key=k HTT",
-        put,
-        "GET /health HTTP/1.1\r\n",
-        put,
-        "",
-    ];
-    let closed = heads.map(|head| tokio::spawn(is_closed(server.address, head)));
-    let store = server.client();
-    let mut attempts = 0;
-    while let Err(error) = store.put("k", Bytes::from_static(b"1"), None).await {
-        assert!(error.is_retryable() && attempts < 20, "{error}");
-        attempts += 1;
-    }
-    for (head, said) in heads.iter().zip(closed) {
-        let said = said.await.expect("no panic");
-        if *head == put {
-            assert!(said.starts_with("HTTP/1.1 408"), "{said}");
-        }
-    }
-    // What was begun is not there in part.
-    assert_eq!(store.get("k").await.expect("get").value, "1");
-}
-
 #[tokio::test]
 async fn a_watch_outlives_the_limits_of_a_request() {
     let mut options = ServerOptions::default();
@@ -408,4 +282,49 @@ async fn a_watch_outlives_the_limits_of_a_request() {
     let answer = http.get(&url).send().await.expect("an answer");
     assert_eq!(answer.status(), 200);
     assert!(started.elapsed() >= Duration::from_millis(1_500));
+}
+
+#[tokio::test]
+async fn a_foreign_server_that_gives_etags_is_asked_conditionally() {
+    // Another's server: no mark, one record, and 304 where the client has it already.
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("listens");
+    let url = format!("http://{}/metadata", listener.local_addr().expect("bound"));
+    let value = Arc::new(Mutex::new("one"));
+    let unchanged = Arc::new(AtomicUsize::new(0));
+    let (served, counted) = (Arc::clone(&value), Arc::clone(&unchanged));
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let (value, counted) = (Arc::clone(&served), Arc::clone(&counted));
+            tokio::spawn(async move {
+                let mut head = [0; 4096];
+                while let Ok(count @ 1..) = stream.read(&mut head).await {
+                    let head = String::from_utf8_lossy(&head[..count]).to_lowercase();
+                    let value = *value.lock().expect("lock");
+                    let etag = format!("etag: \"v-{value}\"\r\n");
+                    let answer = if head.contains(&format!("if-none-match: \"v-{value}\"")) {
+                        counted.fetch_add(1, Ordering::Relaxed);
+                        format!("HTTP/1.1 304 Not Modified\r\n{etag}\r\n")
+                    } else {
+                        let length = value.len();
+                        format!("HTTP/1.1 200 OK\r\n{etag}content-length: {length}\r\n\r\n{value}")
+                    };
+                    let _ = stream.write_all(answer.as_bytes()).await;
+                }
+            });
+        }
+    });
+    let mut options = StoreOptions::default();
+    options.poll_interval = Duration::from_millis(20);
+    let store = HttpStore::new(&url, None, &options).expect("a client");
+    let mut watch = store.watch("k").await.expect("watch");
+    assert_eq!(watch.next().await, Some(WatchEvent::Resync));
+    while unchanged.load(Ordering::Relaxed) < 3 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    *value.lock().expect("lock") = "two";
+    let Some(WatchEvent::Put(record)) = watch.next().await else {
+        panic!("no news");
+    };
+    assert_eq!(record.value, "two");
+    assert_eq!(store.get("k").await.expect("a record").value, "two");
 }

@@ -2,6 +2,7 @@
 //!
 //! Deliberately not here: the stores and the server, which are `rerail-metadata`'s.
 
+use std::borrow::Cow;
 use std::io::{self, Read as _, Write as _};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -188,6 +189,7 @@ async fn rm(store: &Store, keys: &[String]) -> anyhow::Result<ExitCode> {
                 json!({"key": key, "existed": existed})
             )?;
         } else if !existed {
+            let key = shown(key);
             writeln!(io::stderr().lock(), "rerail: no record under {key}")?;
         }
     }
@@ -211,7 +213,7 @@ async fn list(store: &Store, prefix: &str) -> anyhow::Result<ExitCode> {
         writeln!(out, "{}", json!(records))?;
     } else {
         for record in records {
-            writeln!(out, "{}", record.key)?;
+            writeln!(out, "{}", shown(&record.key))?;
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -242,17 +244,34 @@ async fn watch(store: &Store, prefix: &str) -> anyhow::Result<ExitCode> {
             }
             Some(Change::Put(record)) => {
                 let value = String::from_utf8_lossy(&record.value);
-                writeln!(out, "put {} {}", record.key, value.trim_end_matches('\n'))?;
+                let value = shown(value.trim_end_matches('\n'));
+                writeln!(out, "put {} {value}", shown(&record.key))?;
             }
             Some(Change::Delete { key }) if store.json => {
                 writeln!(out, "{}", json!({"event": "delete", "key": key}))?;
             }
-            Some(Change::Delete { key }) => writeln!(out, "delete {key}")?,
+            Some(Change::Delete { key }) => writeln!(out, "delete {}", shown(&key))?,
             Some(Change::Synced) if store.json => writeln!(out, "{}", json!({"event": "synced"}))?,
             Some(Change::Synced) => writeln!(out, "synced")?,
         }
         out.flush()?;
     }
+}
+
+/// A text from a store, for a line of output: whoever wrote it must not end the line, nor command
+/// the terminal. `--json` has it unchanged.
+fn shown(text: &str) -> Cow<'_, str> {
+    if !text.contains(char::is_control) {
+        return text.into();
+    }
+    let escaped = |character: char| -> String {
+        if character.is_control() {
+            character.escape_default().collect()
+        } else {
+            character.into()
+        }
+    };
+    text.chars().map(escaped).collect::<String>().into()
 }
 
 /// A value that is JSON is shown as such, another one as text.

@@ -318,17 +318,30 @@ impl Inner {
     }
 
     async fn get(&self, key: &str) -> Result<Record> {
+        match self.get_unless(key, None).await? {
+            Some(record) => Ok(record),
+            None => Err(self.malformed(key, "not modified, which nobody asked")),
+        }
+    }
+
+    /// The record; `None` if the server says that it is still the one with this `ETag`.
+    async fn get_unless(&self, key: &str, seen: Option<&Version>) -> Result<Option<Record>> {
         let path = format!("?key={}", encoded(key));
-        let answer = self.send("get", self.request(Method::GET, &path)).await?;
+        let mut request = self.request(Method::GET, &path);
+        if let Some(seen) = seen {
+            request = request.header(IF_NONE_MATCH, seen.as_bytes());
+        }
+        let answer = self.send("get", request).await?;
         match answer.status {
-            StatusCode::OK => Ok(Record {
+            StatusCode::NOT_MODIFIED if seen.is_some() => Ok(None),
+            StatusCode::OK => Ok(Some(Record {
                 key: key.into(),
                 // Foreign servers have no versions; the value stands for its own.
                 version: answer
                     .version
                     .unwrap_or_else(|| Version::from_bytes(answer.body.clone())),
                 value: answer.body,
-            }),
+            })),
             StatusCode::NOT_FOUND => Err(self.not_found(key)),
             _ => Err(self.unexpected("get", key, &answer)),
         }

@@ -3,12 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use reqwest::{Method, StatusCode};
 
 use super::{Inner, Kind, answers, encoded};
 use crate::backoff::Backoff;
-use crate::store::{WatchEvent, WatchSink};
+use crate::store::{Record, Version, WatchEvent, WatchSink};
 
 /// How long the server may hold a long poll.
 const WAIT: Duration = Duration::from_secs(20);
@@ -82,17 +81,21 @@ async fn long_poll(inner: &Inner, prefix: &str, sink: &WatchSink, backoff: &mut 
 /// Asks a foreign server again and again for the one key that `prefix` names, until it turns out
 /// to be Rerail's.
 async fn poll(inner: &Inner, prefix: &str, sink: &WatchSink) {
-    let mut seen: Option<Bytes> = None;
+    let mut seen: Option<Record> = None;
     let mut first = true;
     loop {
-        let found = inner.get(prefix).await;
+        // Where the server gives an `ETag`, an unchanged record is not sent again.
+        let etag = seen.as_ref().map(|record| &record.version);
+        let etag = etag.filter(|version| is_etag(version));
+        let found = inner.get_unless(prefix, etag).await;
         if inner.kind() == Kind::Rerail {
             return;
         }
         match found {
-            Ok(record) => {
-                if seen.as_ref() != Some(&record.value) {
-                    seen = Some(record.value.clone());
+            Ok(None) => {}
+            Ok(Some(record)) => {
+                let before = seen.replace(record.clone());
+                if before.is_none_or(|before| before.value != record.value) {
                     if !std::mem::take(&mut first) {
                         sink.push(WatchEvent::Put(record));
                     } else {
@@ -115,4 +118,18 @@ async fn poll(inner: &Inner, prefix: &str, sink: &WatchSink) {
         }
         tokio::time::sleep(inner.poll_interval).await;
     }
+}
+
+/// Longest `ETag` that is sent back.
+const ETAG_BYTES_MAX: usize = 256;
+
+/// True for `"…"` and `W/"…"`; where a server gives none, the value stands for the version.
+fn is_etag(version: &Version) -> bool {
+    let bytes = version.as_bytes();
+    let quoted = bytes.strip_prefix(b"W/").unwrap_or(bytes);
+    quoted.len() > 1
+        && quoted.starts_with(b"\"")
+        && quoted.ends_with(b"\"")
+        && bytes.len() <= ETAG_BYTES_MAX
+        && bytes.iter().all(u8::is_ascii_graphic)
 }

@@ -1,5 +1,6 @@
 //! Records on disk, in redb. One thread writes; what is queued together is committed together.
 
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use redb::{Database, ReadableTable, TableDefinition};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use super::table::{Change, Stored, Table};
 use crate::error::MetadataError;
@@ -23,20 +24,55 @@ const FORMAT_VERSION: u64 = 1;
 const FILE: &str = "metadata.redb";
 /// Most requests that one commit covers.
 const GROUP_MAX: usize = 512;
+/// What a short change counts as.
+const ROOM_UNIT: usize = 1 << 10;
 /// Most memory for redb's cache of pages. The records are in memory anyway.
 const CACHE_BYTES: usize = 16 << 20;
 
-/// The disk could not write; nothing more is acknowledged until the server is restarted.
+/// The disk could not write; nothing is acknowledged until what is on it has been read again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct DiskFailed;
 
-/// The writing thread's queue. Bounded by the requests in flight: each waits for its own entry.
+/// The writing thread's queue.
 #[derive(Debug)]
 pub(super) struct Disk {
     /// `None` only while dropping.
     queue: Option<mpsc::UnboundedSender<Entry>>,
     thread: Option<std::thread::JoinHandle<()>>,
     failed: Arc<AtomicBool>,
+}
+
+/// Bounds what waits for the disk, in units of [`ROOM_UNIT`]. Who goes away while a change of his
+/// waits, takes none of it along: so it counts, and not the requests.
+#[derive(Clone, Debug)]
+pub(super) struct Room {
+    free: Arc<Semaphore>,
+    units_max: usize,
+}
+
+/// A part of the room, given back once its change is on disk.
+#[derive(Debug)]
+pub(super) struct Taken(#[expect(dead_code, reason = "held")] OwnedSemaphorePermit);
+
+impl Room {
+    /// Room for changes of `bytes` in all.
+    pub(super) fn new(bytes: usize) -> Self {
+        let units_max = (bytes / ROOM_UNIT).clamp(1, Semaphore::MAX_PERMITS);
+        Self {
+            free: Arc::new(Semaphore::new(units_max)),
+            units_max,
+        }
+    }
+
+    /// Waits until there is room for a change of so many bytes; one that is over all there is
+    /// takes all.
+    pub(super) async fn take(&self, bytes: usize) -> Result<Taken, DiskFailed> {
+        let units = (bytes / ROOM_UNIT + 1).min(self.units_max);
+        let units = u32::try_from(units).unwrap_or(u32::MAX);
+        let free = Arc::clone(&self.free);
+        let permit = free.acquire_many_owned(units).await;
+        permit.map(Taken).map_err(|_| DiskFailed)
+    }
 }
 
 impl Drop for Disk {
@@ -53,6 +89,7 @@ impl Drop for Disk {
 struct Entry {
     changes: Vec<Change>,
     written: oneshot::Sender<()>,
+    _room: Taken,
 }
 
 /// Completes once the changes are on disk.
@@ -72,18 +109,29 @@ impl Disk {
             reason: format!("{}: {reason}", dir.display()),
         };
         std::fs::create_dir_all(dir).map_err(|error| cannot(error.to_string()))?;
-        let database = Database::builder()
-            .set_cache_size(CACHE_BYTES)
-            .create(dir.join(FILE))
-            .map_err(|error| cannot(format!("cannot open {FILE}: {error}")))?;
-        load(&database, table, now).map_err(cannot)?;
+        // A damaged file is an error. redb finds most damage by itself, and panics over some.
+        let read = std::panic::catch_unwind(AssertUnwindSafe(|| {
+            let database = Database::builder()
+                .set_cache_size(CACHE_BYTES)
+                .create(dir.join(FILE))
+                .map_err(|error| format!("cannot open {FILE}: {error}"))?;
+            load(&database, table, now)?;
+            Ok(database)
+        }));
+        let database = read
+            .unwrap_or_else(|_| Err(format!("cannot read {FILE}: it is damaged")))
+            .map_err(cannot)?;
 
         let (queue, entries) = mpsc::unbounded_channel();
         let failed = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&failed);
         let thread = std::thread::Builder::new()
             .name("metadata-disk".into())
-            .spawn(move || write_loop(&database, entries, &flag))
+            .spawn(move || {
+                // However it ends, also by a panic over a damaged file.
+                let _ended = Ended(&flag);
+                write_loop(&database, entries);
+            })
             .map_err(|error| cannot(error.to_string()))?;
         Ok(Self {
             queue: Some(queue),
@@ -96,11 +144,15 @@ impl Disk {
         self.failed.load(Ordering::Acquire)
     }
 
-    pub(super) fn write(&self, changes: Vec<Change>) -> Written {
+    pub(super) fn write(&self, changes: Vec<Change>, room: Taken) -> Written {
         let (written, done) = oneshot::channel();
         // If the thread is gone the entry is dropped, and with it `written`: the waiter sees it.
         if let Some(queue) = &self.queue {
-            let _ = queue.send(Entry { changes, written });
+            let _ = queue.send(Entry {
+                changes,
+                written,
+                _room: room,
+            });
         }
         Written(done)
     }
@@ -144,7 +196,7 @@ fn load(database: &Database, table: &mut Table, now: Instant) -> Result<(), Stri
             let stored = Stored {
                 value: Bytes::copy_from_slice(value),
                 version,
-                lease: (!lease.is_empty()).then(|| lease.to_owned()),
+                lease: (!lease.is_empty()).then(|| lease.into()),
             };
             records.push((key.value().to_owned(), stored));
         }
@@ -153,11 +205,16 @@ fn load(database: &Database, table: &mut Table, now: Instant) -> Result<(), Stri
     write.commit().map_err(|error| text(&error))
 }
 
-fn write_loop(
-    database: &Database,
-    mut entries: mpsc::UnboundedReceiver<Entry>,
-    failed: &AtomicBool,
-) {
+/// Notes that nothing is written any more.
+struct Ended<'flag>(&'flag AtomicBool);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+fn write_loop(database: &Database, mut entries: mpsc::UnboundedReceiver<Entry>) {
     while let Some(first) = entries.blocking_recv() {
         let mut group = vec![first];
         while group.len() < GROUP_MAX {
@@ -167,10 +224,9 @@ fn write_loop(
         if let Err(error) = commit(database, &group) {
             // What is in memory is ahead of the disk now, so that going on would acknowledge
             // changes on top of one that is lost.
-            failed.store(true, Ordering::Release);
             tracing::error!(
                 %error,
-                "cannot write the metadata to disk; refusing all changes until a restart"
+                "cannot write the metadata to disk; refusing all changes until it can be read again"
             );
             return;
         }
@@ -192,22 +248,44 @@ fn commit(database: &Database, group: &[Entry]) -> Result<(), Box<dyn std::error
             match change {
                 Change::Put { key, stored } => {
                     let lease = stored.lease.as_deref().unwrap_or_default();
-                    records.insert(key.as_str(), (stored.version, lease, stored.value.as_ref()))?;
+                    records.insert(&**key, (stored.version, lease, stored.value.as_ref()))?;
                     meta.insert(REVISION, stored.version)?;
                 }
                 Change::Delete { key, revision } => {
-                    records.remove(key.as_str())?;
+                    records.remove(&**key)?;
                     meta.insert(REVISION, *revision)?;
                 }
                 Change::GrantLease { id, ttl } => {
-                    leases.insert(id.as_str(), ttl.as_millis() as u64)?;
+                    leases.insert(&**id, ttl.as_millis() as u64)?;
                 }
                 Change::EndLease { id } => {
-                    leases.remove(id.as_str())?;
+                    leases.remove(&**id)?;
                 }
             }
         }
     }
     write.commit()?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::Room;
+
+    #[tokio::test(start_paused = true)]
+    async fn changes_wait_for_room_however_their_clients_fare() {
+        let room = Room::new(10 << 10);
+        let first = room.take(6 << 10).await.expect("free");
+        // Longer than all there is: takes all, once it is free.
+        let mut second = Box::pin(room.take(1 << 30));
+        let waited = tokio::time::timeout(Duration::from_secs(1), &mut second).await;
+        assert!(waited.is_err(), "there is no room yet");
+        drop(first);
+        let second = second.await.expect("free");
+        assert_eq!(room.free.available_permits(), 0);
+        drop(second);
+        assert_eq!(room.free.available_permits(), 10);
+    }
 }

@@ -24,6 +24,10 @@ use super::ServerLimits;
 /// and trying at once would only burn the processor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// Longest head of a request: a key of the default length with every byte encoded, and room for
+/// headers.
+const HEAD_BYTES_MAX: usize = 64 << 10;
+
 /// Serves until `shutdown` completes, and then until the last connection has ended. Dropping it
 /// cuts all of them.
 pub(super) async fn serve(
@@ -36,6 +40,8 @@ pub(super) async fn serve(
     let (stop, stopping) = watch::channel(false);
     // Ended with this future, whatever ends it.
     let mut connections = tokio::task::JoinSet::new();
+    // Says it once, and not ten times a second for as long as it lasts.
+    let mut failing = false;
     let mut shutdown = pin!(shutdown);
     loop {
         // Without a place nobody is accepted: who is new waits in the kernel's queue for the idle
@@ -52,6 +58,7 @@ pub(super) async fn serve(
         };
         match accepted {
             Ok((stream, _)) => {
+                failing = false;
                 let (router, idle_max) = (router.clone(), limits.idle_max);
                 let stopping = stopping.clone();
                 connections.spawn(async move {
@@ -62,7 +69,9 @@ pub(super) async fn serve(
             // The client has gone before it was accepted.
             Err(error) if is_of_connection(&error) => {}
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a connection, trying again");
+                if !std::mem::replace(&mut failing, true) {
+                    tracing::warn!(%error, "cannot accept connections, trying again");
+                }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
@@ -85,6 +94,7 @@ async fn converse(
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(idle_max)
+        .max_buf_size(HEAD_BYTES_MAX)
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     let mut connection = pin!(connection);
     let stopped = async {

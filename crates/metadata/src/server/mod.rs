@@ -17,7 +17,13 @@
 //!
 //! Unlike the C++ servers, a second PUT of an `rpc_meta` key replaces the first: a restarted
 //! engine has another port, and refusing it locks the owner out. A value that is no UTF-8 is sent
-//! as `value_hex`. Not here: TLS (put a proxy before it) and replication.
+//! as `value_hex`. An answer to a watch may hold only the first of many events; `revision` then
+//! says where to go on.
+//!
+//! A disk that cannot be written, such as a full one, refuses changes with 503; the server then
+//! goes back to what it has acknowledged, and takes changes again once the disk does.
+//!
+//! Not here: TLS (put a proxy before it) and replication.
 
 mod disk;
 mod listen;
@@ -28,7 +34,7 @@ mod wire;
 #[cfg(test)]
 mod tests;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -37,8 +43,8 @@ use tokio::sync::watch;
 
 use crate::error::MetadataError;
 use crate::secret::Secret;
-use disk::Disk;
-use table::{Change, Table};
+use disk::{Disk, Room};
+use table::Table;
 
 /// Bounds of a server.
 #[derive(Clone, Debug)]
@@ -61,7 +67,8 @@ pub struct ServerLimits {
     pub idle_max: Duration,
     /// Most requests in work at one time, watches not counted.
     pub requests_max: usize,
-    /// Longest time for one request, its body and the disk included, watches not counted.
+    /// Longest time for one request, its body and the disk included, watches not counted. Lists
+    /// and the answers to watches may take as long once more to be sent.
     pub request_time_max: Duration,
     /// Most watches waiting at one time.
     pub watches_max: usize,
@@ -69,6 +76,16 @@ pub struct ServerLimits {
     pub events_max: usize,
     /// Most bytes of values in those events.
     pub event_bytes_max: usize,
+    /// Most events in one answer to a watch; the rest comes with the next one.
+    pub answer_events_max: usize,
+    /// Most bytes of values in one answer to a watch, unless a single one is longer.
+    pub answer_event_bytes_max: usize,
+    /// Most lists in work at one time; who comes later waits.
+    pub lists_max: usize,
+    /// Most bytes of long values being received at one time; who comes later waits.
+    pub incoming_bytes_max: usize,
+    /// Most bytes of changes that wait for the disk; who comes later waits.
+    pub disk_queue_bytes_max: usize,
     /// Longest time to live of a lease.
     pub lease_ttl_max: Duration,
 }
@@ -89,6 +106,11 @@ impl Default for ServerLimits {
             watches_max: 1 << 14,
             events_max: 1 << 14,
             event_bytes_max: 64 << 20,
+            answer_events_max: 1 << 10,
+            answer_event_bytes_max: 4 << 20,
+            lists_max: 1 << 7,
+            incoming_bytes_max: 512 << 20,
+            disk_queue_bytes_max: 256 << 20,
             lease_ttl_max: Duration::from_secs(24 * 3_600),
         }
     }
@@ -110,20 +132,37 @@ pub struct ServerOptions {
 #[derive(Clone, Debug)]
 pub struct MetadataServer {
     shared: Arc<Shared>,
-    _expiry: Arc<crate::store::AbortOnDrop>,
+    _tasks: Arc<[crate::store::AbortOnDrop]>,
 }
 
 #[derive(Debug)]
 struct Shared {
-    table: Mutex<Table>,
-    disk: Option<Disk>,
+    state: Mutex<State>,
+    /// Room for changes that wait for the disk, if there is one.
+    room: Option<Room>,
     revision: watch::Sender<u64>,
     requests: tokio::sync::Semaphore,
     watches: tokio::sync::Semaphore,
+    lists: Arc<tokio::sync::Semaphore>,
+    /// Bytes of long values that may yet be received.
+    incoming: Arc<tokio::sync::Semaphore>,
     options: ServerOptions,
     counters: routes::Counters,
 }
 
+/// What the server holds, and the disk that has to have it: under one lock, so that the disk sees
+/// the changes in their order.
+#[derive(Debug)]
+struct State {
+    table: Table,
+    /// `None` without a data directory, and while one that has failed is opened again.
+    disk: Option<Disk>,
+}
+
+/// What a change without a value counts as: keys and numbers.
+const CHANGE_BYTES: usize = 8 << 10;
+/// How often a disk that has failed is tried again.
+const MEND_INTERVAL: Duration = Duration::from_secs(2);
 /// Longest time between two looks for leases that have ended.
 const EXPIRY_INTERVAL_MAX: Duration = Duration::from_millis(250);
 
@@ -148,16 +187,29 @@ impl MetadataServer {
         let shared = Arc::new(Shared {
             requests: tokio::sync::Semaphore::new(options.limits.requests_max),
             watches: tokio::sync::Semaphore::new(options.limits.watches_max),
-            table: Mutex::new(table),
-            disk,
+            lists: Arc::new(tokio::sync::Semaphore::new(options.limits.lists_max)),
+            incoming: Arc::new(tokio::sync::Semaphore::new(
+                options
+                    .limits
+                    .incoming_bytes_max
+                    .max(options.limits.value_bytes_max),
+            )),
+            room: disk
+                .is_some()
+                .then(|| Room::new(options.limits.disk_queue_bytes_max)),
+            state: Mutex::new(State { table, disk }),
             revision,
             options,
             counters: routes::Counters::default(),
         });
-        let expiry = tokio::spawn(expire_leases(Arc::downgrade(&shared)));
+        let mut tasks = vec![tokio::spawn(expire_leases(Arc::downgrade(&shared)))];
+        if let Some(dir) = shared.options.data_dir.clone() {
+            tasks.push(tokio::spawn(mend_disk(Arc::downgrade(&shared), dir)));
+        }
+        let tasks = tasks.into_iter().map(crate::store::AbortOnDrop).collect();
         Ok(Self {
             shared,
-            _expiry: Arc::new(crate::store::AbortOnDrop(expiry)),
+            _tasks: tasks,
         })
     }
 
@@ -186,26 +238,40 @@ impl MetadataServer {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Table> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         // The table is changed in single steps, so a panic elsewhere leaves it usable.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs one step on the table and returns once its changes are on disk.
+    /// True once nothing can be written any more.
+    fn disk_has_failed(&self) -> bool {
+        self.room.is_some() && self.lock().disk.as_ref().is_none_or(Disk::has_failed)
+    }
+
+    /// Runs one step on the table, which changes about so many bytes, and returns once its changes
+    /// are on disk.
     async fn change<T>(
         &self,
+        bytes: usize,
         step: impl FnOnce(&mut Table, Instant) -> T,
     ) -> Result<T, disk::DiskFailed> {
+        let room = match &self.room {
+            Some(room) => Some(room.take(bytes).await?),
+            None => None,
+        };
         let (outcome, written) = {
-            let mut table = self.lock();
-            if self.disk.as_ref().is_some_and(Disk::has_failed) {
+            let mut state = self.lock();
+            let State { table, disk } = &mut *state;
+            if room.is_some() && disk.as_ref().is_none_or(Disk::has_failed) {
                 return Err(disk::DiskFailed);
             }
-            let outcome = step(&mut table, Instant::now());
+            let outcome = step(table, Instant::now());
             let changes = table.take_changes();
             let revision = table.revision();
-            // Queued under the lock, so that the disk sees the order of the table.
-            let written = self.write(changes);
+            let written = match (disk, room) {
+                (Some(disk), Some(room)) if !changes.is_empty() => Some(disk.write(changes, room)),
+                _ => None,
+            };
             self.revision.send_if_modified(|seen| {
                 let newer = revision > *seen;
                 *seen = revision;
@@ -219,9 +285,43 @@ impl Shared {
         Ok(outcome)
     }
 
-    fn write(&self, changes: Vec<Change>) -> Option<disk::Written> {
-        let disk = self.disk.as_ref()?;
-        (!changes.is_empty()).then(|| disk.write(changes))
+    /// Goes back to what the disk has, after it has failed: what it had not was acknowledged to
+    /// nobody. Watches are told to read anew.
+    fn reload(&self, dir: &Path) -> Result<(), MetadataError> {
+        // The file is free once its last user is gone.
+        let failed = self.lock().disk.take();
+        drop(failed);
+        let start = self.lock().table.revision().saturating_add(1);
+        let mut table = Table::new(self.options.limits.clone(), start);
+        let disk = Disk::open(dir, &mut table, Instant::now())?;
+        let mut state = self.lock();
+        let revision = table.revision();
+        *state = State {
+            table,
+            disk: Some(disk),
+        };
+        self.revision.send_replace(revision);
+        Ok(())
+    }
+}
+
+/// Opens the data again after the disk has failed, such as for want of space.
+async fn mend_disk(shared: std::sync::Weak<Shared>, dir: PathBuf) {
+    loop {
+        tokio::time::sleep(MEND_INTERVAL).await;
+        let Some(shared) = shared.upgrade() else {
+            return;
+        };
+        if !shared.disk_has_failed() {
+            continue;
+        }
+        let dir = dir.clone();
+        let reloaded = tokio::task::spawn_blocking(move || shared.reload(&dir)).await;
+        match reloaded {
+            Ok(Ok(())) => tracing::info!("the metadata is on disk again; changes are taken"),
+            Ok(Err(error)) => tracing::debug!(%error, "the disk does not work yet"),
+            Err(error) => tracing::error!(%error, "cannot read the disk again"),
+        }
     }
 }
 
@@ -231,7 +331,7 @@ async fn expire_leases(shared: std::sync::Weak<Shared>) {
             let Some(shared) = shared.upgrade() else {
                 return;
             };
-            let over = shared.change(|table, now| {
+            let over = shared.change(CHANGE_BYTES, |table, now| {
                 table.expire(now);
                 table
                     .next_expiry()

@@ -1,19 +1,22 @@
 //! The HTTP side of the server.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::{Body, Bytes};
-use axum::extract::{DefaultBodyLimit, RawQuery, Request, State};
+use axum::body::{Body, Bytes, HttpBody as _};
+use axum::extract::{RawQuery, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use futures::StreamExt as _;
 use percent_encoding::percent_decode_str;
+use tokio::sync::OwnedSemaphorePermit;
 
-use super::table::{Condition, Refusal, Since};
-use super::{MetadataServer, disk, wire};
+use super::table::{Condition, Refusal, Since, Stored};
+use super::{CHANGE_BYTES, MetadataServer, disk, wire};
 
 /// Marks every answer, so that clients know that versions, lists, leases and watches work.
 const MARK: &str = "rerail-metadata";
@@ -21,6 +24,8 @@ const MARK: &str = "rerail-metadata";
 const MARK_VERSION: HeaderValue = HeaderValue::from_static("1");
 const WATCH_PATH: &str = "/metadata/watch";
 const LEASE: &str = "rerail-lease";
+/// What comes before a token, in any case.
+const BEARER: &[u8] = b"Bearer ";
 /// Longest time that a watch is held without an event.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 const WAIT_DEFAULT: Duration = Duration::from_secs(20);
@@ -42,7 +47,6 @@ fn count(counter: &AtomicU64) {
 }
 
 pub(super) fn router(server: MetadataServer) -> Router {
-    let body_max = server.shared.options.limits.value_bytes_max;
     let guarded = Router::new()
         .route("/metadata", get(read).put(put).delete(delete))
         .route(WATCH_PATH, get(watch))
@@ -51,7 +55,6 @@ pub(super) fn router(server: MetadataServer) -> Router {
             axum::routing::post(grant).put(keep_alive).delete(end_lease),
         )
         .route("/metrics", get(metrics))
-        .layer(DefaultBodyLimit::max(body_max))
         .layer(middleware::from_fn_with_state(server.clone(), authorize));
     Router::new()
         .route("/health", get(health))
@@ -70,7 +73,9 @@ async fn authorize(State(server): State<MetadataServer>, request: Request, next:
         let sent = request
             .headers()
             .get(header::AUTHORIZATION)
-            .and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+            .and_then(|value| value.as_bytes().split_at_checked(BEARER.len()))
+            .filter(|(scheme, _)| scheme.eq_ignore_ascii_case(BEARER))
+            .map(|(_, token)| token);
         if !sent.is_some_and(|sent| equal_in_constant_time(sent, token.expose().as_bytes())) {
             count(&server.shared.counters.unauthorized);
             let hint = [(header::WWW_AUTHENTICATE, "Bearer")];
@@ -171,9 +176,28 @@ fn etag(version: u64) -> [(header::HeaderName, String); 1] {
     [(header::ETAG, format!("\"{version}\""))]
 }
 
-fn json(body: Vec<u8>) -> Response {
+fn json(body: Body) -> Response {
     let kind = [(header::CONTENT_TYPE, "application/json")];
-    (kind, Body::from(body)).into_response()
+    (kind, body).into_response()
+}
+
+/// An answer that is made while it is sent. `held` is let go of with it. A client that has not
+/// taken it within `limit` does not get the rest.
+fn streamed(
+    pieces: impl Iterator<Item = Bytes> + Send + 'static,
+    limit: Duration,
+    held: impl Send + 'static,
+) -> Body {
+    let deadline = tokio::time::Instant::now() + limit;
+    let in_time = pieces.map(move |piece| {
+        let _held = &held;
+        if tokio::time::Instant::now() < deadline {
+            Ok(piece)
+        } else {
+            Err(std::io::Error::from(std::io::ErrorKind::TimedOut))
+        }
+    });
+    Body::from_stream(futures::stream::iter(in_time))
 }
 
 fn condition(headers: &HeaderMap) -> Result<Condition, Rejection> {
@@ -257,20 +281,83 @@ async fn read(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -
     count(&server.shared.counters.reads);
     let query = Query::parse(query.as_deref())?;
     if let Some(prefix) = query.get("prefix") {
-        let table = server.shared.lock();
-        return Ok(json(wire::records(table.revision(), table.list(prefix))));
+        return list(&server, prefix).await;
     }
     let key = query.key(&server)?;
-    let stored = server.shared.lock().get(key).cloned();
+    let stored = server.shared.lock().table.get(key).cloned();
     let stored = stored.ok_or_else(|| refuse(&server, Refusal::NotFound))?;
     Ok((etag(stored.version), stored.value).into_response())
+}
+
+async fn list(server: &MetadataServer, prefix: &str) -> Answer {
+    let shared = &server.shared;
+    let place = Arc::clone(&shared.lists).acquire_owned().await;
+    let place = place.map_err(|_| Rejection::Busy("stopping"))?;
+    let (revision, records) = {
+        let state = shared.lock();
+        let listed = |(key, stored): (&Arc<str>, &Stored)| wire::Listed {
+            key: Arc::clone(key),
+            version: stored.version,
+            value: stored.value.clone(),
+        };
+        let records = state.table.list(prefix).map(listed).collect();
+        (state.table.revision(), records)
+    };
+    let limit = shared.options.limits.request_time_max;
+    let pieces = wire::records(revision, records);
+    Ok(json(streamed(pieces, limit, place)))
+}
+
+/// Bytes of a value that are received without asking for room: what ordinary records have.
+const SHORT_BYTES: usize = 64 << 10;
+
+/// A value, while it counts among those that are being received.
+struct Received {
+    value: Bytes,
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+/// Reads a request's body. Long ones wait for room, all of it at once, so that however many come
+/// together they neither fill the memory nor wait for each other's halves. Short ones do not wait.
+async fn receive(server: &MetadataServer, body: Body) -> Result<Received, Rejection> {
+    let limit = server.shared.options.limits.value_bytes_max;
+    let too_large = || Rejection::Refused(Refusal::TooLarge { limit });
+    let hint = body.size_hint();
+    if hint.lower() > limit as u64 {
+        return Err(too_large());
+    }
+    // Who does not say how much it is may send the most.
+    let announced = hint
+        .upper()
+        .map_or(limit, |most| most.min(limit as u64) as usize);
+    let room = if announced > SHORT_BYTES {
+        let most = u32::try_from(announced).unwrap_or(u32::MAX);
+        let room = Arc::clone(&server.shared.incoming)
+            .acquire_many_owned(most)
+            .await;
+        Some(room.map_err(|_| Rejection::Busy("stopping"))?)
+    } else {
+        None
+    };
+    let mut value = Vec::new();
+    let mut stream = body.into_data_stream();
+    while let Some(part) = stream.next().await {
+        let part = part.map_err(|_| bad_request("the body has ended early"))?;
+        if value.len() + part.len() > announced {
+            return Err(too_large());
+        }
+        value.extend_from_slice(&part);
+    }
+    // Exactly as long as it is: what came from the connection would keep its whole buffer.
+    let value = Bytes::from(value.into_boxed_slice());
+    Ok(Received { value, _room: room })
 }
 
 async fn put(
     State(server): State<MetadataServer>,
     RawQuery(query): RawQuery,
     headers: HeaderMap,
-    body: Bytes,
+    body: Body,
 ) -> Answer {
     count(&server.shared.counters.writes);
     let query = Query::parse(query.as_deref())?;
@@ -284,11 +371,13 @@ async fn put(
                 .map_err(|_| bad_request("the lease is not text"))
         })
         .transpose()?;
+    let received = receive(&server, body).await?;
+    let value = received.value.clone();
     let outcome = server
         .shared
-        .change(|table, now| {
+        .change(CHANGE_BYTES + value.len(), |table, now| {
             table.expire(now);
-            table.put(key, body, condition, lease)
+            table.put(key, value, condition, lease)
         })
         .await?;
     let version = outcome.map_err(|refusal| refuse(&server, refusal))?;
@@ -306,7 +395,7 @@ async fn delete(
     let condition = condition(&headers)?;
     let outcome = server
         .shared
-        .change(|table, _| table.delete(key, condition))
+        .change(CHANGE_BYTES, |table, _| table.delete(key, condition))
         .await?;
     outcome.map_err(|refusal| refuse(&server, refusal))?;
     Ok("metadata deleted".into_response())
@@ -329,14 +418,12 @@ async fn watch(State(server): State<MetadataServer>, RawQuery(query): RawQuery) 
     let mut changed = shared.revision.subscribe();
     loop {
         changed.borrow_and_update();
-        let (revision, since) = {
-            let table = shared.lock();
-            let since = after.map_or(Since::Resync, |after| table.since(prefix, after));
-            (table.revision(), since)
-        };
-        let (resync, events) = match since {
-            Since::Resync => (true, Vec::new()),
-            Since::Events(events) => (false, events),
+        let (revision, resync, events) = {
+            let table = &shared.lock().table;
+            match after.map_or(Since::Resync, |after| table.since(prefix, after)) {
+                Since::Resync => (table.revision(), true, Vec::new()),
+                Since::Events { events, revision } => (revision, false, events),
+            }
         };
         let wake = async { changed.changed().await.is_ok() && !shared.watches.is_closed() };
         let over = resync || !events.is_empty() || shared.watches.is_closed();
@@ -346,7 +433,9 @@ async fn watch(State(server): State<MetadataServer>, RawQuery(query): RawQuery) 
                 .unwrap_or(false)
         {
             count(&shared.counters.watch_answers);
-            return Ok(json(wire::events(revision, resync, &events)));
+            let limit = shared.options.limits.request_time_max;
+            let pieces = wire::events(revision, resync, events);
+            return Ok(json(streamed(pieces, limit, ())));
         }
     }
 }
@@ -365,10 +454,12 @@ async fn grant(State(server): State<MetadataServer>, RawQuery(query): RawQuery) 
     let id = uuid::Uuid::now_v7().simple().to_string();
     let outcome = server
         .shared
-        .change(|table, now| table.grant_lease(id.clone(), ttl, now))
+        .change(CHANGE_BYTES, |table, now| {
+            table.grant_lease(id.clone(), ttl, now)
+        })
         .await?;
     outcome.map_err(|refusal| refuse(&server, refusal))?;
-    Ok(json(wire::lease(&id, ttl.as_millis() as u64)))
+    Ok(json(wire::lease(&id, ttl.as_millis() as u64).into()))
 }
 
 async fn keep_alive(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
@@ -376,27 +467,25 @@ async fn keep_alive(State(server): State<MetadataServer>, RawQuery(query): RawQu
     let id = query.get("id").ok_or_else(|| bad_request("missing id"))?;
     let outcome = server
         .shared
-        .change(|table, now| table.keep_alive(id, now))
+        .change(CHANGE_BYTES, |table, now| table.keep_alive(id, now))
         .await?;
     let ttl = outcome.map_err(|refusal| refuse(&server, refusal))?;
-    Ok(json(wire::lease(id, ttl.as_millis() as u64)))
+    Ok(json(wire::lease(id, ttl.as_millis() as u64).into()))
 }
 
 async fn end_lease(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
     let query = Query::parse(query.as_deref())?;
     let id = query.get("id").ok_or_else(|| bad_request("missing id"))?;
-    let outcome = server.shared.change(|table, _| table.end_lease(id)).await?;
+    let outcome = server
+        .shared
+        .change(CHANGE_BYTES, |table, _| table.end_lease(id))
+        .await?;
     outcome.map_err(|refusal| refuse(&server, refusal))?;
     Ok("lease ended".into_response())
 }
 
 async fn health(State(server): State<MetadataServer>) -> Answer {
-    if server
-        .shared
-        .disk
-        .as_ref()
-        .is_some_and(disk::Disk::has_failed)
-    {
+    if server.shared.disk_has_failed() {
         return Err(Rejection::DiskFailed);
     }
     Ok("OK".into_response())
@@ -404,7 +493,7 @@ async fn health(State(server): State<MetadataServer>) -> Answer {
 
 async fn metrics(State(server): State<MetadataServer>) -> String {
     let shared = &server.shared;
-    let [records, bytes, leases, events] = shared.lock().sizes();
+    let [records, bytes, leases, events] = shared.lock().table.sizes();
     let limits = &shared.options.limits;
     let watches = limits
         .watches_max

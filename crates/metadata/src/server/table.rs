@@ -1,6 +1,8 @@
 //! What a server holds: records, leases and the last events. Without I/O or a clock.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::ops::Bound;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -9,8 +11,10 @@ use super::ServerLimits;
 
 #[derive(Debug)]
 pub(super) struct Table {
-    records: BTreeMap<String, Stored>,
-    leases: HashMap<String, Lease>,
+    records: BTreeMap<Arc<str>, Stored>,
+    leases: HashMap<Arc<str>, Lease>,
+    /// The leases by their ends, so that those that are over are found without looking at all.
+    ends: BTreeSet<(Instant, Arc<str>)>,
     events: VecDeque<Event>,
     event_bytes: usize,
     /// Revision of the last event that is no longer in `events`.
@@ -25,21 +29,21 @@ pub(super) struct Table {
 pub(super) struct Stored {
     pub(super) value: Bytes,
     pub(super) version: u64,
-    pub(super) lease: Option<String>,
+    pub(super) lease: Option<Arc<str>>,
 }
 
 #[derive(Debug)]
 struct Lease {
     ttl: Duration,
     ends: Instant,
-    keys: HashSet<String>,
+    keys: HashSet<Arc<str>>,
 }
 
 /// One change, kept for watches.
 #[derive(Clone, Debug)]
 pub(super) struct Event {
     pub(super) revision: u64,
-    pub(super) key: String,
+    pub(super) key: Arc<str>,
     /// `None` for a deletion.
     pub(super) value: Option<Bytes>,
 }
@@ -47,10 +51,10 @@ pub(super) struct Event {
 /// One change for the disk.
 #[derive(Clone, Debug)]
 pub(super) enum Change {
-    Put { key: String, stored: Stored },
-    Delete { key: String, revision: u64 },
-    GrantLease { id: String, ttl: Duration },
-    EndLease { id: String },
+    Put { key: Arc<str>, stored: Stored },
+    Delete { key: Arc<str>, revision: u64 },
+    GrantLease { id: Arc<str>, ttl: Duration },
+    EndLease { id: Arc<str> },
 }
 
 /// What a request asks of the record it changes.
@@ -79,7 +83,8 @@ pub(super) enum Refusal {
 /// What a watch gets.
 #[derive(Debug)]
 pub(super) enum Since {
-    Events(Vec<Event>),
+    /// Events in their order, and the revision that they lead to. There may be more after it.
+    Events { events: Vec<Event>, revision: u64 },
     /// The events are no longer all there.
     Resync,
 }
@@ -89,6 +94,7 @@ impl Table {
         Self {
             records: BTreeMap::new(),
             leases: HashMap::new(),
+            ends: BTreeSet::new(),
             events: VecDeque::new(),
             event_bytes: 0,
             forgotten: revision,
@@ -108,24 +114,19 @@ impl Table {
         now: Instant,
     ) {
         for (id, ttl) in leases {
-            // Anew in full: its owner could not reach the server meanwhile.
-            self.leases.insert(
-                id,
-                Lease {
-                    ttl,
-                    ends: now + ttl,
-                    keys: HashSet::new(),
-                },
-            );
+            // Anew in full: its owner could not reach the server meanwhile. No longer than is
+            // granted, whatever the file says.
+            self.add_lease(id.into(), ttl.min(self.limits.lease_ttl_max), now);
         }
         for (key, stored) in records {
+            let key: Arc<str> = key.into();
             if let Some(lease) = stored.lease.as_ref().and_then(|id| self.leases.get_mut(id)) {
-                lease.keys.insert(key.clone());
+                lease.keys.insert(Arc::clone(&key));
             }
             self.bytes += key.len() + stored.value.len();
             self.records.insert(key, stored);
         }
-        self.revision = self.revision.max(revision + 1);
+        self.revision = self.revision.max(revision.saturating_add(1));
         self.forgotten = self.revision;
     }
 
@@ -144,9 +145,9 @@ impl Table {
     pub(super) fn list<'table>(
         &'table self,
         prefix: &'table str,
-    ) -> impl Iterator<Item = (&'table String, &'table Stored)> {
+    ) -> impl Iterator<Item = (&'table Arc<str>, &'table Stored)> {
         self.records
-            .range(prefix.to_owned()..)
+            .range::<str, _>((Bound::Included(prefix), Bound::Unbounded))
             .take_while(move |(key, _)| key.starts_with(prefix))
     }
 
@@ -188,20 +189,27 @@ impl Table {
         self.bytes = bytes;
         self.detach(key);
         self.revision += 1;
+        let key: Arc<str> = match self.records.get_key_value(key) {
+            Some((key, _)) => Arc::clone(key),
+            None => key.into(),
+        };
+        let lease = lease.and_then(|id| {
+            let (id, _) = self.leases.get_key_value(id)?;
+            let id = Arc::clone(id);
+            self.leases.get_mut(&id)?.keys.insert(Arc::clone(&key));
+            Some(id)
+        });
         let stored = Stored {
             value,
             version: self.revision,
-            lease: lease.map(str::to_owned),
+            lease,
         };
-        if let Some(lease) = lease.and_then(|id| self.leases.get_mut(id)) {
-            lease.keys.insert(key.to_owned());
-        }
-        self.log(key, Some(stored.value.clone()));
+        self.log(Arc::clone(&key), Some(stored.value.clone()));
         self.changes.push(Change::Put {
-            key: key.to_owned(),
+            key: Arc::clone(&key),
             stored: stored.clone(),
         });
-        self.records.insert(key.to_owned(), stored);
+        self.records.insert(key, stored);
         Ok(self.revision)
     }
 
@@ -223,33 +231,32 @@ impl Table {
         if self.leases.len() >= self.limits.leases_max {
             return Err(Refusal::Full("too many leases"));
         }
+        let id: Arc<str> = id.into();
         self.changes.push(Change::GrantLease {
-            id: id.clone(),
+            id: Arc::clone(&id),
             ttl,
         });
-        self.leases.insert(
-            id,
-            Lease {
-                ttl,
-                ends: now + ttl,
-                keys: HashSet::new(),
-            },
-        );
+        self.add_lease(id, ttl, now);
         Ok(())
     }
 
     pub(super) fn keep_alive(&mut self, id: &str, now: Instant) -> Result<Duration, Refusal> {
         // One that is over is gone, also if nobody has looked since.
         self.expire(now);
-        let lease = self.leases.get_mut(id).ok_or(Refusal::LeaseGone)?;
-        lease.ends = now + lease.ttl;
-        Ok(lease.ttl)
+        let (id, lease) = self.leases.remove_entry(id).ok_or(Refusal::LeaseGone)?;
+        self.ends.remove(&(lease.ends, Arc::clone(&id)));
+        let ttl = lease.ttl;
+        let ends = now + ttl;
+        self.ends.insert((ends, Arc::clone(&id)));
+        self.leases.insert(id, Lease { ends, ..lease });
+        Ok(ttl)
     }
 
     pub(super) fn end_lease(&mut self, id: &str) -> Result<(), Refusal> {
-        let lease = self.leases.remove(id).ok_or(Refusal::LeaseGone)?;
-        self.changes.push(Change::EndLease { id: id.to_owned() });
-        let mut keys: Vec<String> = lease.keys.into_iter().collect();
+        let (id, lease) = self.leases.remove_entry(id).ok_or(Refusal::LeaseGone)?;
+        self.ends.remove(&(lease.ends, Arc::clone(&id)));
+        self.changes.push(Change::EndLease { id });
+        let mut keys: Vec<Arc<str>> = lease.keys.into_iter().collect();
         keys.sort_unstable();
         for key in keys {
             self.remove(&key);
@@ -258,20 +265,23 @@ impl Table {
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
-        let mut over: Vec<String> = self
-            .leases
-            .iter()
-            .filter(|(_, lease)| lease.ends <= now)
-            .map(|(id, _)| id.clone())
-            .collect();
-        over.sort_unstable();
-        for id in over {
+        while let Some((ends, id)) = self.ends.first().cloned()
+            && ends <= now
+        {
+            // Takes it out of `ends`, too.
             let _ = self.end_lease(&id);
         }
     }
 
     pub(super) fn next_expiry(&self) -> Option<Instant> {
-        self.leases.values().map(|lease| lease.ends).min()
+        self.ends.first().map(|(ends, _)| *ends)
+    }
+
+    fn add_lease(&mut self, id: Arc<str>, ttl: Duration, now: Instant) {
+        let ends = now + ttl;
+        self.ends.insert((ends, Arc::clone(&id)));
+        let keys = HashSet::new();
+        self.leases.insert(id, Lease { ttl, ends, keys });
     }
 
     /// Events under `prefix` after the revision `after`.
@@ -281,13 +291,23 @@ impl Table {
             return Since::Resync;
         }
         let first = self.events.partition_point(|event| event.revision <= after);
-        Since::Events(
-            self.events
-                .range(first..)
-                .filter(|event| event.key.starts_with(prefix))
-                .cloned()
-                .collect(),
-        )
+        let mut revision = self.revision;
+        let (mut events, mut bytes) = (Vec::new(), 0);
+        for event in self.events.range(first..) {
+            if !event.key.starts_with(prefix) {
+                continue;
+            }
+            bytes += event.value.as_ref().map_or(0, Bytes::len);
+            if events.len() == self.limits.answer_events_max
+                || (bytes > self.limits.answer_event_bytes_max && !events.is_empty())
+            {
+                // The rest is for the next question.
+                revision = event.revision - 1;
+                break;
+            }
+            events.push(event.clone());
+        }
+        Since::Events { events, revision }
     }
 
     fn check(&self, key: &str, condition: Condition) -> Result<(), Refusal> {
@@ -307,15 +327,12 @@ impl Table {
 
     fn remove(&mut self, key: &str) {
         self.detach(key);
-        if let Some(old) = self.records.remove(key) {
+        if let Some((key, old)) = self.records.remove_entry(key) {
             self.bytes -= key.len() + old.value.len();
             self.revision += 1;
-            self.log(key, None);
+            self.log(Arc::clone(&key), None);
             let revision = self.revision;
-            self.changes.push(Change::Delete {
-                key: key.to_owned(),
-                revision,
-            });
+            self.changes.push(Change::Delete { key, revision });
         }
     }
 
@@ -330,11 +347,11 @@ impl Table {
         }
     }
 
-    fn log(&mut self, key: &str, value: Option<Bytes>) {
+    fn log(&mut self, key: Arc<str>, value: Option<Bytes>) {
         self.event_bytes += value.as_ref().map_or(0, Bytes::len);
         self.events.push_back(Event {
             revision: self.revision,
-            key: key.to_owned(),
+            key,
             value,
         });
         while self.events.len() > self.limits.events_max

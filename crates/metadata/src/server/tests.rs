@@ -29,7 +29,7 @@ fn a_watch_that_was_away_too_long_is_told_to_resync() {
         "from another life"
     );
     match table.since("a/", 101) {
-        Since::Events(events) => assert_eq!(events.len(), 1, "a/2 only: {events:?}"),
+        Since::Events { events, .. } => assert_eq!(events.len(), 1, "a/2 only: {events:?}"),
         Since::Resync => panic!("events 102 and 103 are there"),
     }
 }

@@ -9,6 +9,8 @@
 
 pub mod forward;
 pub mod logs;
+#[cfg(all(feature = "http", feature = "server"))]
+pub mod served;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
