@@ -2,78 +2,51 @@
 //! healthy peer afterwards: each test ends with one.
 #![cfg(feature = "sim")]
 
+mod common;
+
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
-use rerail_engine::{Engine, EngineConfig, EngineError, MemoryOptions, Request, Result};
+use common::{Rig, registered};
+use rerail_engine::{Engine, EngineError, MemoryOptions, Request, Result};
 use rerail_metadata::descriptor::{Buffer, Device, JsonForm, Protocol, SegmentDescriptor};
 use rerail_verbs::HostMemory;
-use rerail_verbs::sim::{FabricOptions, NicId, NicOptions, NodeId, PortId, RealTimeFabric};
+use rerail_verbs::sim::NicOptions;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Two hosts with two NICs each, in one subnet.
-struct Rig {
-    fabric: RealTimeFabric,
-    hosts: Vec<(NodeId, Vec<NicId>)>,
-}
-
+/// Two hosts with two NICs each, in one subnet, each NIC changed by its name.
 fn rig(seed: u64, change: impl Fn(&str, &mut NicOptions)) -> Rig {
-    let fabric = RealTimeFabric::start(FabricOptions::card(seed)).expect("a thread");
-    let hosts = (0..2_u8).map(|host| {
-        let node = fabric.add_node(&format!("host{host}"));
-        let nics = ["sim0", "sim1"].iter().zip(1..).map(|(name, rail)| {
-            let address = IpAddr::from([10, 0, host, rail]);
-            let mut options = NicOptions::ethernet(name, address);
-            change(name, &mut options);
-            fabric.add_nic(node, &options)
-        });
-        (node, nics.collect())
-    });
-    let hosts = hosts.collect();
-    Rig { fabric, hosts }
+    Rig::with(seed, 2, |host, rail| {
+        let (name, address) = (format!("sim{rail}"), IpAddr::from([10, 0, host, rail + 1]));
+        let mut options = NicOptions::ethernet(&name, address);
+        change(&name, &mut options);
+        options
+    })
 }
 
-impl Rig {
-    fn try_engine(
-        &self,
-        host: usize,
-        devices: &[&str],
-        settings: &[(&str, &str)],
-    ) -> Result<Engine> {
-        let lookup = |variable: &str| {
-            let mut set = settings.iter().filter(|(name, _)| *name == variable);
-            let set = set.next().map(|(_, value)| (*value).to_owned());
-            set.or_else(|| (variable == "MC_TCP_BIND_ADDRESS").then(|| "127.0.0.1".to_owned()))
-        };
-        let mut config = EngineConfig::with_settings("P2PHANDSHAKE", "any", &lookup)?;
-        config.devices = devices.iter().map(|&device| device.to_owned()).collect();
-        let process = self.fabric.add_process(self.hosts[host].0);
-        Engine::start(config, &self.fabric.devices_of(process))
-    }
-
-    fn engine(&self, host: usize) -> Engine {
-        self.try_engine(host, &[], &[]).expect("an engine starts")
-    }
-
-    /// Bytes go from the engine to a new healthy peer and back.
-    fn assert_serves(&self, engine: &Engine) {
-        there_and_back(engine, &self.engine(1));
-    }
+fn try_engine(rig: &Rig, host: usize, devices: &[&str]) -> Result<Engine> {
+    let devices = devices.iter().map(|&device| device.to_owned()).collect();
+    let started = rig.try_start(host, "any", &[], |config| config.devices = devices);
+    started.map(|running| running.engine)
 }
 
-fn registered(engine: &Engine, length: usize) -> HostMemory {
-    let memory = HostMemory::allocate(length).expect("memory");
-    engine
-        .register(&memory, MemoryOptions::default())
-        .expect("memory can be registered");
-    memory
+fn engine(rig: &Rig, host: usize) -> Engine {
+    try_engine(rig, host, &[]).expect("an engine starts")
+}
+
+/// Bytes go from the engine to a new healthy peer and back.
+fn assert_serves(rig: &Rig, own: &Engine) {
+    there_and_back(own, &engine(rig, 1));
 }
 
 fn there_and_back(own: &Engine, peer: &Engine) {
     const LENGTH: usize = 100_001;
-    let (source, target) = (registered(own, 2 * LENGTH), registered(peer, LENGTH));
+    let (source, target) = (
+        registered(own, 2 * LENGTH as u64),
+        registered(peer, LENGTH as u64),
+    );
     let pattern: Vec<u8> = (0..LENGTH).map(|at| (at * 7 + at / 251) as u8).collect();
     source.copy_in(0, &pattern).expect("inside");
     let segment = own.open_segment(peer.name()).expect("the peer is there");
@@ -105,32 +78,32 @@ fn assert_names(error: &EngineError, parts: &[&str]) {
 fn an_unknown_device_is_named_with_those_that_there_are() {
     let rig = rig(1, |_, _| {});
     for wish in ["mlx5_0", "sim0:0", "sim0:x", ""] {
-        let error = rig.try_engine(0, &["sim1", wish], &[]).err().expect(wish);
+        let error = try_engine(&rig, 0, &["sim1", wish]).err().expect(wish);
         assert_names(&error, &[wish, "sim0", "sim1"]);
     }
     // What was opened before the bad name was met is closed again.
-    rig.assert_serves(&rig.engine(0));
+    assert_serves(&rig, &engine(&rig, 0));
 }
 
 #[test]
 fn a_port_that_is_down_is_refused_by_name_and_left_out_otherwise() {
     let rig = rig(2, |_, _| {});
-    let port = PortId {
-        nic: rig.hosts[0].1[0],
-        port: 1,
-    };
+    let port = rig.port(0, 0);
     rig.fabric.port_down(port);
-    let error = rig.try_engine(0, &["sim0"], &[]).err().expect("it is down");
+    let error = try_engine(&rig, 0, &["sim0"]).err().expect("it is down");
     assert_names(&error, &["sim0", "DOWN"]);
-    rig.assert_serves(&rig.engine(0));
+    assert_serves(&rig, &engine(&rig, 0));
     rig.fabric.port_up(port);
-    rig.assert_serves(&rig.try_engine(0, &["sim0"], &[]).expect("it is up again"));
+    assert_serves(
+        &rig,
+        &try_engine(&rig, 0, &["sim0"]).expect("it is up again"),
+    );
 }
 
 #[test]
 fn addresses_that_are_not_registered_are_refused_before_anything_is_posted() {
     let rig = rig(3, |_, _| {});
-    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (own, peer) = (engine(&rig, 0), engine(&rig, 1));
     // One request may not span two registrations, whether they touch or not.
     let (source, other) = (registered(&own, 8192), registered(&own, 8192));
     let (low, high) = if source.addr() < other.addr() {
@@ -161,7 +134,7 @@ fn addresses_that_are_not_registered_are_refused_before_anything_is_posted() {
 #[test]
 fn regions_that_overlap_are_refused_and_the_first_stays() {
     let rig = rig(4, |_, _| {});
-    let own = rig.engine(0);
+    let own = engine(&rig, 0);
     let (memory, another) = (registered(&own, 12_288), HostMemory::allocate(4096));
     let another = another.expect("memory");
     // The same bytes for another purpose: what is registered already is neither counted nor lost.
@@ -185,7 +158,7 @@ fn regions_that_overlap_are_refused_and_the_first_stays() {
         own.unregister(memory.addr()).expect("counted once");
         own.unregister(memory.addr()).expect_err("and no more");
     }
-    rig.assert_serves(&own);
+    assert_serves(&rig, &own);
 }
 
 #[test]
@@ -196,7 +169,7 @@ fn r03_r08_a_registration_that_fails_on_the_second_nic_is_an_error_and_leaves_no
             options.limits.max_mr = 2;
         }
     });
-    let own = rig.engine(0);
+    let own = engine(&rig, 0);
     let (first, second) = (
         HostMemory::allocate(4096).expect("memory"),
         HostMemory::allocate(4096).expect("memory"),
@@ -218,13 +191,13 @@ fn r03_r08_a_registration_that_fails_on_the_second_nic_is_an_error_and_leaves_no
     own.register(&second, MemoryOptions::default())
         .expect("its place is free on both");
     own.unregister(second.addr()).expect("nothing uses it");
-    rig.assert_serves(&own);
+    assert_serves(&rig, &own);
 }
 
 #[test]
 fn names_that_lead_nowhere_are_errors_with_a_reason() {
     let rig = rig(6, |_, _| {});
-    let own = rig.engine(0);
+    let own = engine(&rig, 0);
     let closed = TcpListener::bind("127.0.0.1:0").expect("a port is free");
     let nobody = closed.local_addr().expect("bound").to_string();
     drop(closed);
@@ -246,7 +219,7 @@ fn names_that_lead_nowhere_are_errors_with_a_reason() {
         &own.open_segment(&nobody).expect_err("nobody"),
         &[&nobody, "refused"],
     );
-    rig.assert_serves(&own);
+    assert_serves(&rig, &own);
 }
 
 /// Answers each connection to a port with what `serve` does to it.
@@ -322,7 +295,7 @@ fn answer_brokenly(stream: &mut TcpStream, kind: u8, answer: &Option<Vec<u8>>) {
 #[test]
 fn peers_that_answer_for_their_record_with_nonsense_are_errors() {
     let rig = rig(7, |_, _| {});
-    let own = rig.engine(0);
+    let own = engine(&rig, 0);
     for (what, answer) in broken_answers() {
         let address = server(move |mut stream| {
             if let Some((kind, _)) = read_frame(&mut stream) {
@@ -332,7 +305,7 @@ fn peers_that_answer_for_their_record_with_nonsense_are_errors() {
         let error = own.open_segment(&address).expect_err(what);
         assert_names(&error, &[&address]);
     }
-    rig.assert_serves(&own);
+    assert_serves(&rig, &own);
 }
 
 /// The record of a peer at `address` that has one NIC and offers one buffer.
@@ -354,7 +327,7 @@ fn record(address: &str) -> SegmentDescriptor {
 #[test]
 fn peers_that_break_off_the_handshake_cost_their_own_requests_only() {
     let rig = rig(8, |_, _| {});
-    let (own, healthy) = (rig.engine(0), rig.engine(1));
+    let (own, healthy) = (engine(&rig, 0), engine(&rig, 1));
     let source = registered(&own, 4096);
     for (what, answer) in broken_answers() {
         // The listener's own address is in its record, which it therefore learns from the peer.
@@ -386,7 +359,7 @@ fn peers_that_break_off_the_handshake_cost_their_own_requests_only() {
     }
     own.unregister(source.addr())
         .expect("nothing uses it any more");
-    rig.assert_serves(&own);
+    assert_serves(&rig, &own);
 }
 
 /// What an engine answers to these bytes, until it closes.
@@ -404,7 +377,7 @@ fn ask(engine: &Engine, bytes: &[u8]) -> Vec<u8> {
 #[test]
 fn requests_that_make_no_sense_are_refused_with_a_reason() {
     let rig = rig(9, |_, _| {});
-    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (own, peer) = (engine(&rig, 0), engine(&rig, 1));
     let message = |to: &str, qp_nums: &[u32]| {
         let text = format!(
             r#"{{"local_nic_path":"127.0.0.1:1@mlx5_0","peer_nic_path":"{to}","local_lid":0,"local_gid":"00:00:00:00:00:00:00:00:00:00:ff:ff:0a:00:01:01","qp_num":{qp_nums:?},"ready_ack":false,"reply_msg":""}}"#
@@ -442,5 +415,5 @@ fn requests_that_make_no_sense_are_refused_with_a_reason() {
     }
     // The other direction is the healthy one here: the peer connects to the engine that was asked.
     there_and_back(&peer, &own);
-    rig.assert_serves(&own);
+    assert_serves(&rig, &own);
 }

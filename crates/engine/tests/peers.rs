@@ -1,11 +1,14 @@
 //! How peers learn: over subscriptions, by the store and after trouble; and what ends with a peer.
 #![cfg(feature = "sim")]
 
+mod common;
+
 use std::io::{Read as _, Write as _};
-use std::net::{IpAddr, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::net::TcpStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::{LIMIT, Log, Rig, registered, until};
 use rerail_engine::{
     Batch, Engine, EngineConfig, EngineError, Event, Events, MemoryOptions, Request, Result,
     Segment, Subscriber, Transport,
@@ -14,98 +17,43 @@ use rerail_metadata::descriptor::{JsonForm, RpcMeta};
 use rerail_metadata::memory::{MemoryFaults, MemoryStore};
 use rerail_metadata::{KeySpace, MetadataStore};
 use rerail_transport::TransferError;
-use rerail_transport::machine::Time;
 use rerail_transport::rdma::Offer;
 use rerail_transport::rpc::{ConnectionMessage, Frame, HostPort, MessageType, RpcClient};
-use rerail_verbs::sim::{
-    FabricOptions, NicId, NicOptions, NodeId, PortId, ProcessId, RealTimeFabric,
-};
+use rerail_verbs::sim::ProcessId;
 use rerail_verbs::{DeviceList, HostMemory};
-
-/// A time within which everything happens on a host under load.
-const LIMIT: Duration = Duration::from_secs(30);
-
-struct Rig {
-    fabric: RealTimeFabric,
-    hosts: Vec<(NodeId, Vec<NicId>)>,
-    metadata: String,
-}
 
 /// Hosts with `rails` NICs each, and a store of their own.
 fn rig(name: &str, seed: u64, rails: u8) -> Rig {
-    let fabric = RealTimeFabric::start(FabricOptions::card(seed)).expect("a thread");
-    let hosts = (0..2_u8).map(|host| {
-        let node = fabric.add_node(&format!("host{host}"));
-        let nics = (0..rails).map(|rail| {
-            let address = IpAddr::from([10, 0, host, rail + 1]);
-            fabric.add_nic(node, &NicOptions::ethernet(&format!("sim{rail}"), address))
-        });
-        (node, nics.collect())
-    });
-    let hosts = hosts.collect();
-    Rig {
-        fabric,
-        hosts,
-        metadata: format!("memory://engine-peers-{name}"),
-    }
+    Rig::in_one_subnet(seed, rails).meeting_in(&format!("engine-peers-{name}"))
 }
 
-impl Rig {
-    fn engine(&self, host: usize, name: &str) -> Engine {
-        self.engine_with(host, name, |_| {}).0
-    }
+fn engine(rig: &Rig, host: usize, name: &str) -> Engine {
+    rig.start(host, name, &[]).engine
+}
 
-    fn engine_with(
-        &self,
-        host: usize,
-        name: &str,
-        change: impl FnOnce(&mut EngineConfig),
-    ) -> (Engine, ProcessId) {
-        let process = self.fabric.add_process(self.hosts[host].0);
-        let mut config = config(&self.metadata, name);
-        change(&mut config);
-        let devices = self.fabric.devices_of(process);
-        (
-            Engine::start(config, &devices).expect("an engine starts"),
-            process,
-        )
-    }
+fn engine_with(
+    rig: &Rig,
+    host: usize,
+    name: &str,
+    change: impl FnOnce(&mut EngineConfig),
+) -> (Engine, ProcessId) {
+    let running = rig.try_start(host, name, &[], change);
+    let running = running.expect("an engine starts");
+    (running.engine, running.process)
+}
 
-    fn faults(&self) -> MemoryFaults {
-        self.store().faults()
-    }
-
-    fn store(&self) -> MemoryStore {
-        let name = self.metadata.trim_start_matches("memory://");
-        MemoryStore::shared(name, Duration::from_secs(3))
-    }
-
-    fn port(&self, host: usize, rail: usize) -> PortId {
-        PortId {
-            nic: self.hosts[host].1[rail],
-            port: 1,
-        }
-    }
+fn faults(rig: &Rig) -> MemoryFaults {
+    rig.store().faults()
 }
 
 fn config(metadata: &str, name: &str) -> EngineConfig {
-    let loopback =
-        |variable: &str| (variable == "MC_TCP_BIND_ADDRESS").then(|| "127.0.0.1".to_owned());
-    EngineConfig::with_settings(metadata, name, &loopback).expect("settings are valid")
+    common::config(metadata, name, &[]).expect("settings are valid")
 }
 
 fn tcp_engine(metadata: &str, name: &str) -> Engine {
     let mut config = config(metadata, name);
     config.transport = Transport::Tcp;
     Engine::start(config, &DeviceList::default()).expect("an engine starts without devices")
-}
-
-fn registered(engine: &Engine, length: usize) -> HostMemory {
-    let memory = HostMemory::allocate(length).expect("memory");
-    engine
-        .register(&memory, MemoryOptions::default())
-        .expect("memory can be registered");
-    memory
 }
 
 fn submit(own: &Engine, segment: &Segment, from: &HostMemory, to: u64) -> Result<Batch> {
@@ -118,34 +66,6 @@ fn submit(own: &Engine, segment: &Segment, from: &HostMemory, to: u64) -> Result
 
 fn write(own: &Engine, segment: &Segment, from: &HostMemory, to: &HostMemory) -> Result<()> {
     submit(own, segment, from, to.addr())?.wait(2 * LIMIT)
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !holds() {
-        assert!(begin.elapsed() < LIMIT, "{what}: not within {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
-/// Remembers what happens in an engine.
-#[derive(Default)]
-struct Log(Mutex<Vec<(Instant, Event)>>);
-
-impl Subscriber for Log {
-    fn event(&self, _at: Time, event: &Event) {
-        let entry = (Instant::now(), event.clone());
-        self.0.lock().expect("whole").push(entry);
-    }
-}
-
-impl Log {
-    /// When something happened first.
-    fn first(&self, is: impl Fn(&Event) -> bool) -> Option<Instant> {
-        let log = self.0.lock().expect("whole");
-        let found = log.iter().find(|(_, event)| is(event));
-        found.map(|(at, _)| *at)
-    }
 }
 
 /// An engine over TCP whose events are remembered.
@@ -194,23 +114,23 @@ fn a_subscriber_is_told_of_an_edit_without_any_store() {
 #[test]
 fn a_peer_that_is_killed_and_started_again_ends_its_requests() {
     let rig = rig("restart", 1, 1);
-    let own = rig.engine(0, "own");
-    let (peer, process) = rig.engine_with(1, "peer", |_| {});
+    let own = engine(&rig, 0, "own");
+    let (peer, process) = engine_with(&rig, 1, "peer", |_| {});
     let (source, target) = (registered(&own, 1 << 20), registered(&peer, 1 << 20));
     let segment = own.open_segment("peer").expect("it is there");
     write(&own, &segment, &source, &target).expect("connected");
     // Killed: its record stays, and nobody answers.
-    rig.faults().outage(true);
+    faults(&rig).outage(true);
     rig.fabric.kill_process(process);
     let addr = target.addr();
     drop(peer);
-    rig.faults().outage(false);
+    faults(&rig).outage(false);
     let waiting = submit(&own, &segment, &source, addr).expect("submitted");
     std::thread::sleep(Duration::from_millis(2_500));
     assert_eq!(waiting.unfinished(), 1, "the peer may still come back");
 
     let begin = Instant::now();
-    let again = rig.engine(1, "peer");
+    let again = engine(&rig, 1, "peer");
     let instance = again.descriptor().rerail.expect("it has one").instance;
     let error = waiting.wait(LIMIT).expect_err("its process is gone");
     let took = begin.elapsed();
@@ -313,11 +233,11 @@ fn a_cpp_peer_at_another_rpc_port_is_another_process() {
 #[test]
 fn m30_without_a_store_transfers_go_on_and_known_peers_are_opened() {
     let rig = rig("outage", 2, 2);
-    let (own, peer) = (rig.engine(0, "own"), rig.engine(1, "peer"));
+    let (own, peer) = (engine(&rig, 0, "own"), engine(&rig, 1, "peer"));
     let (source, target) = (registered(&own, 1 << 20), registered(&peer, 1 << 20));
     let segment = own.open_segment("peer").expect("it is there");
     write(&own, &segment, &source, &target).expect("connected");
-    rig.faults().outage(true);
+    faults(&rig).outage(true);
     let begin = Instant::now();
     while begin.elapsed() < Duration::from_millis(1_500) {
         write(&own, &segment, &source, &target).expect("written");
@@ -332,13 +252,13 @@ fn m30_without_a_store_transfers_go_on_and_known_peers_are_opened() {
     });
     let unknown = own.open_segment("nobody").expect_err("it is not known");
     assert!(unknown.is_retryable(), "{unknown}");
-    rig.faults().outage(false);
+    faults(&rig).outage(false);
 }
 
 #[test]
 fn m01_a_store_that_is_restarted_empty_or_loses_leases_gets_the_records_again() {
     let rig = rig("empty", 3, 1);
-    let own = rig.engine(0, "own");
+    let own = engine(&rig, 0, "own");
     let store = rig.store();
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     let keys = KeySpace::default();
@@ -346,7 +266,7 @@ fn m01_a_store_that_is_restarted_empty_or_loses_leases_gets_the_records_again() 
     let both = || there(&keys.segment("own")) && there(&keys.rpc_meta("own"));
     registered(&own, 4096);
     assert!(both());
-    rig.faults().lose_all_leases();
+    faults(&rig).lose_all_leases();
     assert!(!both(), "they are tied to the lease");
     until("the records are there again", both);
     drop(own);
@@ -356,9 +276,9 @@ fn m01_a_store_that_is_restarted_empty_or_loses_leases_gets_the_records_again() 
 #[test]
 fn m04_memory_that_is_registered_anew_is_reached_by_its_new_key() {
     let rig = rig("rekey", 4, 1);
-    let own = rig.engine(0, "own");
+    let own = engine(&rig, 0, "own");
     // One place for subscribers, which is taken: only trouble tells of new keys.
-    let (peer, _) = rig.engine_with(1, "peer", |config| {
+    let (peer, _) = engine_with(&rig, 1, "peer", |config| {
         config.rpc_server.subscriptions_max = 1;
     });
     let _taken = subscribed(&peer);
@@ -366,7 +286,7 @@ fn m04_memory_that_is_registered_anew_is_reached_by_its_new_key() {
     source.copy_in(0, &[7; 300_000]).expect("inside");
     let segment = own.open_segment("peer").expect("it is there");
     write(&own, &segment, &source, &target).expect("connected");
-    rig.faults().lose_watches(true);
+    faults(&rig).lose_watches(true);
     for round in 0..3 {
         let stale = peer.descriptor();
         peer.unregister(target.addr()).expect("nothing uses it");
@@ -406,8 +326,8 @@ fn m04_memory_that_is_registered_anew_is_reached_by_its_new_key() {
 #[test]
 fn a_withdrawn_record_ends_requests_that_have_no_other_way() {
     let rig = rig("withdrawn", 5, 1);
-    let own = rig.engine(0, "own");
-    let (peer, process) = rig.engine_with(1, "peer", |_| {});
+    let own = engine(&rig, 0, "own");
+    let (peer, process) = engine_with(&rig, 1, "peer", |_| {});
     let (source, target) = (registered(&own, 4096), registered(&peer, 4096));
     let segment = own.open_segment("peer").expect("it is there");
     write(&own, &segment, &source, &target).expect("connected");
@@ -424,7 +344,7 @@ fn a_withdrawn_record_ends_requests_that_have_no_other_way() {
 #[test]
 fn a_handshake_on_a_withdrawn_nic_is_refused_with_a_reason_until_it_is_back() {
     let rig = rig("handshake", 6, 2);
-    let peer = rig.engine(1, "peer");
+    let peer = engine(&rig, 1, "peer");
     let place = HostPort::parse(peer.rpc_address()).expect("an address");
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     let client = RpcClient::default();

@@ -112,7 +112,7 @@ fn x01_work_that_is_cut_off_arrives_over_the_other_rail_once_and_whole() {
 #[test]
 fn x04_queue_pairs_to_peers_that_died_go_without_anybody_connecting_anew() {
     const PEERS: usize = 6;
-    let rig = Rig::with_store(4, 1, "engine-reports-x04");
+    let rig = Rig::new(4, 1).meeting_in("engine-reports-x04");
     let own = rig.start(0, "own", &[]);
     let source = registered(&own.engine, LENGTH);
     let names: Vec<_> = (0..PEERS).map(|peer| format!("peer{peer}")).collect();

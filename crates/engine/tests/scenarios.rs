@@ -106,7 +106,7 @@ fn writes(rig: &Rig, key: String) -> mpsc::Receiver<(Instant, SegmentDescriptor)
 
 #[test]
 fn e24_a_store_that_is_down_through_two_renumberings_costs_nothing_and_gets_the_last_state_only() {
-    let rig = Rig::with_store(3, 1, "engine-scenarios-renumbered");
+    let rig = Rig::new(3, 1).meeting_in("engine-scenarios-renumbered");
     let pair = Pair::new(&rig);
     pair.write_until("the rail is up", || pair.is_up(0));
     let seen = writes(&rig, KeySpace::default().segment("peer"));
@@ -138,7 +138,7 @@ fn e24_a_store_that_is_down_through_two_renumberings_costs_nothing_and_gets_the_
 
 #[test]
 fn a_peer_that_is_killed_and_started_again_ends_its_requests_within_a_second_of_its_record() {
-    let rig = Rig::with_store(4, 1, "engine-scenarios-restart");
+    let rig = Rig::new(4, 1).meeting_in("engine-scenarios-restart");
     let own = rig.start(0, "own", &[]).engine;
     let source = registered(&own, LENGTH);
     let faults = rig.store().faults();

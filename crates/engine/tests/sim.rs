@@ -1,69 +1,26 @@
 //! Engines over simulated NICs in real time: what holds over RDMA, and through faults.
 #![cfg(feature = "sim")]
 
-use std::net::IpAddr;
+mod common;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rerail_engine::{
-    Engine, EngineConfig, EngineError, MemoryOptions, RailState, Request, Result, Segment,
-};
+use common::{LIMIT, Rig, registered};
+use rerail_engine::{Engine, EngineError, MemoryOptions, RailState, Request, Result, Segment};
 use rerail_verbs::HostMemory;
-use rerail_verbs::sim::{FabricOptions, NicId, NicOptions, NodeId, PortId, RealTimeFabric};
-
-const LIMIT: Duration = Duration::from_secs(30);
-
-struct Rig {
-    fabric: RealTimeFabric,
-    hosts: Vec<(NodeId, Vec<NicId>)>,
-}
 
 /// Two hosts with `rails` NICs each, all in one subnet.
 fn rig(seed: u64, rails: u8) -> Rig {
-    let fabric = RealTimeFabric::start(FabricOptions::card(seed)).expect("a thread");
-    let hosts = (0..2_u8).map(|host| {
-        let node = fabric.add_node(&format!("host{host}"));
-        let nics = (0..rails).map(|rail| {
-            let address = IpAddr::from([10, 0, host, rail + 1]);
-            fabric.add_nic(node, &NicOptions::ethernet(&format!("sim{rail}"), address))
-        });
-        (node, nics.collect())
-    });
-    let hosts = hosts.collect();
-    Rig { fabric, hosts }
+    Rig::in_one_subnet(seed, rails)
 }
 
-impl Rig {
-    fn engine(&self, host: usize) -> Engine {
-        self.engine_with(host, &[])
-    }
-
-    fn engine_with(&self, host: usize, settings: &[(&str, &str)]) -> Engine {
-        let lookup = |variable: &str| {
-            let set = settings.iter().find(|(name, _)| *name == variable);
-            let set = set.map(|(_, value)| (*value).to_owned());
-            set.or_else(|| (variable == "MC_TCP_BIND_ADDRESS").then(|| "127.0.0.1".to_owned()))
-        };
-        let config = EngineConfig::with_settings("P2PHANDSHAKE", "any", &lookup);
-        let process = self.fabric.add_process(self.hosts[host].0);
-        let devices = self.fabric.devices_of(process);
-        Engine::start(config.expect("settings are valid"), &devices).expect("an engine starts")
-    }
-
-    fn port(&self, host: usize, rail: usize) -> PortId {
-        PortId {
-            nic: self.hosts[host].1[rail],
-            port: 1,
-        }
-    }
+fn engine(rig: &Rig, host: usize) -> Engine {
+    rig.start(host, "any", &[]).engine
 }
 
-fn registered(engine: &Engine, length: usize) -> HostMemory {
-    let memory = HostMemory::allocate(length).expect("memory");
-    engine
-        .register(&memory, MemoryOptions::default())
-        .expect("memory can be registered");
-    memory
+fn engine_with(rig: &Rig, host: usize, settings: &[(&str, &str)]) -> Engine {
+    rig.start(host, "any", settings).engine
 }
 
 fn pattern(length: usize, round: u8) -> Vec<u8> {
@@ -74,8 +31,8 @@ fn pattern(length: usize, round: u8) -> Vec<u8> {
 
 /// Writes a pattern from `own` to `peer`, reads it back into other memory, and compares.
 fn there_and_back(own: &Engine, peer: &Engine, length: usize, rounds: u8) {
-    let target = registered(peer, length);
-    let source = registered(own, 2 * length);
+    let target = registered(peer, length as u64);
+    let source = registered(own, 2 * length as u64);
     let segment = own.open_segment(peer.name()).expect("the peer is there");
     let sink = source.addr() + length as u64;
     let mut batch = own.allocate_batch(1);
@@ -101,13 +58,13 @@ fn there_and_back(own: &Engine, peer: &Engine, length: usize, rounds: u8) {
 #[test]
 fn bytes_go_there_and_back_over_two_rails() {
     let rig = rig(1, 2);
-    there_and_back(&rig.engine(0), &rig.engine(1), (1 << 20) + 4099, 3);
+    there_and_back(&engine(&rig, 0), &engine(&rig, 1), (1 << 20) + 4099, 3);
 }
 
 #[test]
 fn a_segment_that_is_opened_again_shares_the_connections() {
     let rig = rig(7, 2);
-    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (own, peer) = (engine(&rig, 0), engine(&rig, 1));
     for _ in 0..4 {
         there_and_back(&own, &peer, 500_000, 1);
     }
@@ -116,7 +73,8 @@ fn a_segment_that_is_opened_again_shares_the_connections() {
 #[test]
 fn nic_paths_may_have_a_server_name_of_their_own_at_both_ends() {
     let rig = rig(11, 2);
-    let bound = |host: usize, address| rig.engine_with(host, &[("MC_RDMA_BIND_ADDRESS", address)]);
+    let bound =
+        |host: usize, address| engine_with(&rig, host, &[("MC_RDMA_BIND_ADDRESS", address)]);
     let (own, peer) = (bound(0, "192.0.2.1"), bound(1, "192.0.2.2"));
     let record = peer.descriptor();
     let server = record.rdma_server_name.expect("it differs from the name");
@@ -132,23 +90,23 @@ fn nic_paths_may_have_a_server_name_of_their_own_at_both_ends() {
 #[test]
 fn an_engine_transfers_to_itself_over_its_nics() {
     let rig = rig(2, 2);
-    let engine = rig.engine(0);
+    let engine = engine(&rig, 0);
     there_and_back(&engine, &engine, 300_001, 2);
 }
 
 #[test]
 fn r12_transfers_cross_the_seams_of_split_registrations() {
     let rig = rig(3, 1);
-    let own = rig.engine_with(0, &[("MC_MAX_MR_SIZE", "8192")]);
-    let peer = rig.engine_with(1, &[("MC_MAX_MR_SIZE", "12288")]);
+    let own = engine_with(&rig, 0, &[("MC_MAX_MR_SIZE", "8192")]);
+    let peer = engine_with(&rig, 1, &[("MC_MAX_MR_SIZE", "12288")]);
     there_and_back(&own, &peer, 100_000, 1);
 }
 
 #[test]
 fn unequal_queue_pair_counts_are_refused_and_name_the_setting() {
     let rig = rig(4, 1);
-    let own = rig.engine_with(0, &[("MC_NUM_QP_PER_EP", "3")]);
-    let peer = rig.engine(1);
+    let own = engine_with(&rig, 0, &[("MC_NUM_QP_PER_EP", "3")]);
+    let peer = engine(&rig, 1);
     let (source, target) = (registered(&own, 4096), registered(&peer, 4096));
     let segment = own.open_segment(peer.name()).expect("the peer is there");
     let batch = own.allocate_batch(1);
@@ -158,7 +116,7 @@ fn unequal_queue_pair_counts_are_refused_and_name_the_setting() {
     let error = batch.wait(LIMIT).expect_err("no connection is possible");
     assert!(matches!(error, EngineError::Transfer(_)), "{error}");
     assert!(error.to_string().contains("MC_NUM_QP_PER_EP"), "{error}");
-    there_and_back(&rig.engine(0), &peer, 4096, 1);
+    there_and_back(&engine(&rig, 0), &peer, 4096, 1);
 }
 
 #[test]
@@ -167,7 +125,7 @@ fn h09_ends_of_different_mtu_agree_on_the_smaller() {
         let rig = rig(11, 1);
         rig.fabric.set_netdev_mtu(rig.port(small, 0), 1500);
         // Whole slices, whose packets a receiver of smaller ones would refuse.
-        there_and_back(&rig.engine(0), &rig.engine(1), 1 << 20, 1);
+        there_and_back(&engine(&rig, 0), &engine(&rig, 1), 1 << 20, 1);
     }
 }
 
@@ -175,7 +133,7 @@ fn h09_ends_of_different_mtu_agree_on_the_smaller() {
 fn h03_both_sides_open_at_once() {
     let rig = rig(5, 1);
     for _ in 0..10 {
-        let (left, right) = (rig.engine(0), rig.engine(1));
+        let (left, right) = (engine(&rig, 0), engine(&rig, 1));
         std::thread::scope(|scope| {
             scope.spawn(|| there_and_back(&left, &right, 65_536, 2));
             scope.spawn(|| there_and_back(&right, &left, 65_536, 2));
@@ -187,7 +145,7 @@ fn h03_both_sides_open_at_once() {
 fn a_port_that_goes_down_costs_time_and_no_transfer() {
     const LENGTH: u64 = 4 << 20;
     let rig = rig(6, 2);
-    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (own, peer) = (engine(&rig, 0), engine(&rig, 1));
     let (source, target) = (registered(&own, 4 << 20), registered(&peer, 4 << 20));
     let segment = own.open_segment(peer.name()).expect("the peer is there");
     // Writes until `done`, and says how many slices were posted again.
@@ -248,13 +206,13 @@ fn write(own: &Engine, segment: &Segment, from: &HostMemory, to: &HostMemory) ->
 #[test]
 fn when_unregister_returns_the_nics_have_let_go_and_no_peer_can_write() {
     let rig = rig(8, 1);
-    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (own, peer) = (engine(&rig, 0), engine(&rig, 1));
     let (source, target) = (registered(&own, 4096), registered(&peer, 4096));
     let segment = own.open_segment(peer.name()).expect("the peer is there");
     write(&own, &segment, &source, &target).expect("registered");
     source.copy_in(0, &[7; 4096]).expect("inside");
     rig.fabric
-        .hang_control(rig.hosts[1].1[0], Duration::from_millis(500));
+        .hang_control(rig.hosts[1].nics[0], Duration::from_millis(500));
     peer.unregister(target.addr()).expect("within its limit");
     assert!(write(&own, &segment, &source, &target).is_err());
     let mut bytes = [0; 4096];
@@ -265,10 +223,10 @@ fn when_unregister_returns_the_nics_have_let_go_and_no_peer_can_write() {
 #[test]
 fn a_nic_that_hangs_holds_memory_is_named_and_unregister_can_be_called_again() {
     let rig = rig(9, 2);
-    let engine = rig.engine(0);
+    let engine = engine(&rig, 0);
     let memory = registered(&engine, 4096);
     rig.fabric
-        .hang_control(rig.hosts[0].1[1], Duration::from_secs(2));
+        .hang_control(rig.hosts[0].nics[1], Duration::from_secs(2));
     let error = engine.unregister(memory.addr()).expect_err("it hangs");
     assert!(
         matches!(&error, EngineError::StillOwnedByHardware { owner, .. } if owner.contains("sim1")),
@@ -290,12 +248,12 @@ fn a_nic_that_hangs_holds_memory_is_named_and_unregister_can_be_called_again() {
 #[test]
 fn requests_are_submitted_while_nics_pin_other_memory() {
     let rig = rig(10, 1);
-    let (own, peer) = (rig.engine(0), rig.engine(1));
+    let (own, peer) = (engine(&rig, 0), engine(&rig, 1));
     let (source, target) = (registered(&own, 4096), registered(&peer, 4096));
     let segment = own.open_segment(peer.name()).expect("the peer is there");
     write(&own, &segment, &source, &target).expect("connected");
     rig.fabric
-        .hang_control(rig.hosts[0].1[0], Duration::from_secs(3));
+        .hang_control(rig.hosts[0].nics[0], Duration::from_secs(3));
     std::thread::scope(|scope| {
         let registering = scope.spawn(|| registered(&own, 8192));
         let mut written = 0;

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rerail_engine::{
-    Engine, EngineConfig, Event, Events, MemoryOptions, RailState, RailStats, Request, Segment,
-    Subscriber,
+    Engine, EngineConfig, Event, Events, MemoryOptions, RailState, RailStats, Request, Result,
+    Segment, Subscriber,
 };
 use rerail_metadata::memory::MemoryStore;
 use rerail_transport::machine::Time;
@@ -77,19 +77,29 @@ pub(crate) fn address(rail: u8, last: u8) -> IpAddr {
 }
 
 impl Rig {
-    /// With `rails` NICs a host. Engines ask each other for their records.
+    /// With `rails` NICs a host, a subnet for each rail. Engines ask each other for their records.
     pub(crate) fn new(seed: u64, rails: u8) -> Self {
+        Self::with(seed, rails, |host, rail| {
+            NicOptions::ethernet(&format!("sim{rail}"), address(rail, host + 1))
+        })
+    }
+
+    /// The same with all NICs in one subnet, in which each reaches each.
+    pub(crate) fn in_one_subnet(seed: u64, rails: u8) -> Self {
+        Self::with(seed, rails, |host, rail| {
+            let address = IpAddr::from([10, 0, host, rail + 1]);
+            NicOptions::ethernet(&format!("sim{rail}"), address)
+        })
+    }
+
+    /// With `rails` NICs a host, each as `nic` says for its host and rail.
+    pub(crate) fn with(seed: u64, rails: u8, nic: impl Fn(u8, u8) -> NicOptions) -> Self {
         let fabric = RealTimeFabric::start(FabricOptions::card(seed)).expect("a thread");
         let hosts = (0..2_u8).map(|host| {
             let node = fabric.add_node(&format!("host{host}"));
-            let nics = (0..rails).map(|rail| {
-                let options = NicOptions::ethernet(&format!("sim{rail}"), address(rail, host + 1));
-                fabric.add_nic(node, &options)
-            });
-            Host {
-                node,
-                nics: nics.collect(),
-            }
+            let nics = (0..rails).map(|rail| fabric.add_nic(node, &nic(host, rail)));
+            let nics = nics.collect();
+            Host { node, nics }
         });
         let hosts = hosts.collect();
         Self {
@@ -99,11 +109,11 @@ impl Rig {
         }
     }
 
-    /// The same, with a store that nobody else has.
-    pub(crate) fn with_store(seed: u64, rails: u8, name: &str) -> Self {
+    /// Engines that start from now on meet in a store of this name, which nobody else has.
+    pub(crate) fn meeting_in(self, store: &str) -> Self {
         Self {
-            metadata: format!("memory://{name}"),
-            ..Self::new(seed, rails)
+            metadata: format!("memory://{store}"),
+            ..self
         }
     }
 
@@ -115,22 +125,29 @@ impl Rig {
 
     /// Starts an engine.
     pub(crate) fn start(&self, host: usize, name: &str, settings: &[(&str, &str)]) -> Running {
-        let lookup = |variable: &str| {
-            let set = settings.iter().find(|(name, _)| *name == variable);
-            let set = set.map(|(_, value)| (*value).to_owned());
-            set.or_else(|| (variable == "MC_TCP_BIND_ADDRESS").then(|| "127.0.0.1".to_owned()))
-        };
-        let config = EngineConfig::with_settings(&self.metadata, name, &lookup);
-        let mut config = config.expect("settings are valid");
+        self.try_start(host, name, settings, |_| {})
+            .expect("an engine starts")
+    }
+
+    /// Starts an engine whose settings are changed by `change` at last.
+    pub(crate) fn try_start(
+        &self,
+        host: usize,
+        name: &str,
+        settings: &[(&str, &str)],
+        change: impl FnOnce(&mut EngineConfig),
+    ) -> Result<Running> {
+        let mut config = config(&self.metadata, name, settings)?;
         let log = Arc::new(Log::default());
         config.events = Events::new(Arc::clone(&log) as Arc<dyn Subscriber>);
+        change(&mut config);
         let process = self.fabric.add_process(self.hosts[host].node);
         let devices = self.fabric.devices_of(process);
-        Running {
-            engine: Engine::start(config, &devices).expect("an engine starts"),
+        Ok(Running {
+            engine: Engine::start(config, &devices)?,
             log,
             process,
-        }
+        })
     }
 
     /// The port of a host's rail.
@@ -140,6 +157,20 @@ impl Rig {
             port: 1,
         }
     }
+}
+
+/// Settings on loopback.
+pub(crate) fn config(
+    metadata: &str,
+    name: &str,
+    settings: &[(&str, &str)],
+) -> Result<EngineConfig> {
+    let lookup = |variable: &str| {
+        let set = settings.iter().find(|(name, _)| *name == variable);
+        let set = set.map(|(_, value)| (*value).to_owned());
+        set.or_else(|| (variable == "MC_TCP_BIND_ADDRESS").then(|| "127.0.0.1".to_owned()))
+    };
+    EngineConfig::with_settings(metadata, name, &lookup)
 }
 
 /// Registers new memory.
