@@ -1,5 +1,8 @@
 //! Real metadata stores for tests, each a process of its own on loopback, gone with its value.
 
+pub mod admin;
+
+use std::ffi::OsStr;
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,12 +16,22 @@ use crate::child::{self, Process, Server};
 /// How long a store may take until it answers.
 const READY_WITHIN: Duration = Duration::from_secs(30);
 
-/// A running store.
+/// A store, which can be stopped and started again where it was.
 pub struct Store {
-    process: Process,
     url: String,
+    members: Vec<Member>,
     /// Its files, removed with it.
-    _dir: TempDir,
+    dir: TempDir,
+}
+
+/// A process of a store.
+struct Member {
+    process: Option<Process>,
+    program: PathBuf,
+    arguments: Vec<String>,
+    address: String,
+    /// Where it keeps its records.
+    data: PathBuf,
 }
 
 impl Store {
@@ -27,15 +40,14 @@ impl Store {
     /// # Errors
     /// If it does not come up.
     pub fn http() -> Result<Self> {
-        let mut command = child::rerail()?;
-        command.args(["metadata", "serve", "--listen", "127.0.0.1:0"]);
-        let server = Server::start(command, "ready ", READY_WITHIN)?;
-        let url = server.ready_line()["ready ".len()..].to_owned();
-        Ok(Self {
-            process: server.into_process(),
-            url,
-            _dir: TempDir::new()?,
-        })
+        let (dir, address) = (TempDir::new()?, free_address()?);
+        let data = dir.path().join("data");
+        let command = child::rerail()?;
+        let arguments = ["metadata", "serve", "--listen", &address, "--data-dir"];
+        let mut arguments = arguments.map(str::to_owned).to_vec();
+        arguments.push(data.display().to_string());
+        let member = Member::new(command.get_program(), arguments, &address, data);
+        Self::start(dir, vec![member], format!("http://{address}/metadata"))
     }
 
     /// The C++ engine's own HTTP server, of the environment whose Python is `python`.
@@ -45,20 +57,18 @@ impl Store {
     pub fn cpp_http(python: &Path) -> Result<Self> {
         let address = free_address()?;
         let (host, port) = host_and_port(&address)?;
-        let mut command = Command::new(python);
-        command.args([
+        let module = [
             "-m",
             "mooncake.http_metadata_server",
             "--log-level",
             "WARNING",
-        ]);
-        command.args(["--host", host, "--port", port]);
-        Self::start(
-            command,
-            TempDir::new()?,
-            &address,
-            format!("http://{address}/metadata"),
-        )
+        ];
+        let mut arguments = module.map(str::to_owned).to_vec();
+        arguments.extend(["--host", host, "--port", port].map(str::to_owned));
+        let dir = TempDir::new()?;
+        let data = dir.path().join("none");
+        let member = Member::new(python.as_os_str(), arguments, &address, data);
+        Self::start(dir, vec![member], format!("http://{address}/metadata"))
     }
 
     /// etcd, from Debian's `etcd-server`.
@@ -66,22 +76,41 @@ impl Store {
     /// # Errors
     /// If it is not installed or does not come up.
     pub fn etcd() -> Result<Self> {
-        let (clients, peers) = (free_address()?, free_address()?);
+        Self::etcd_members(1)
+    }
+
+    /// An etcd of so many members.
+    ///
+    /// # Errors
+    /// As [`Store::etcd`].
+    pub fn etcd_members(count: usize) -> Result<Self> {
         let dir = TempDir::new()?;
-        let mut command = Command::new("etcd");
-        command.arg("--data-dir").arg(dir.path());
-        for (flag, address) in [
-            ("--listen-client-urls", &clients),
-            ("--advertise-client-urls", &clients),
-            ("--listen-peer-urls", &peers),
-            ("--initial-advertise-peer-urls", &peers),
-        ] {
-            command.arg(flag).arg(format!("http://{address}"));
-        }
-        command
-            .arg("--initial-cluster")
-            .arg(format!("default=http://{peers}"));
-        Self::start(command, dir, &clients, format!("etcd://{clients}"))
+        let addresses: Vec<(String, String)> = (0..count)
+            .map(|_| Ok((free_address()?, free_address()?)))
+            .collect::<Result<_>>()?;
+        let peers: Vec<String> = addresses
+            .iter()
+            .enumerate()
+            .map(|(index, (_, peer))| format!("m{index}=http://{peer}"))
+            .collect();
+        let members = addresses.iter().enumerate().map(|(index, (client, peer))| {
+            let data = dir.path().join(format!("data{index}"));
+            let mut arguments = vec!["--name".to_owned(), format!("m{index}")];
+            arguments.extend(["--data-dir".to_owned(), data.display().to_string()]);
+            for (flag, address) in [
+                ("--listen-client-urls", client),
+                ("--advertise-client-urls", client),
+                ("--listen-peer-urls", peer),
+                ("--initial-advertise-peer-urls", peer),
+            ] {
+                arguments.extend([flag.to_owned(), format!("http://{address}")]);
+            }
+            arguments.extend(["--initial-cluster".to_owned(), peers.join(",")]);
+            Member::new("etcd".as_ref(), arguments, client, data)
+        });
+        let members = members.collect();
+        let clients: Vec<_> = addresses.into_iter().map(|(client, _)| client).collect();
+        Self::start(dir, members, format!("etcd://{}", clients.join(",")))
     }
 
     /// Redis, from Debian's `redis-server`.
@@ -92,29 +121,105 @@ impl Store {
         let address = free_address()?;
         let (host, port) = host_and_port(&address)?;
         let dir = TempDir::new()?;
-        let mut command = Command::new("redis-server");
-        command
-            .args(["--bind", host, "--port", port, "--save", "", "--dir"])
-            .arg(dir.path());
-        Self::start(command, dir, &address, format!("redis://{address}"))
+        let data = dir.path().join("data");
+        let mut arguments = ["--bind", host, "--port", port, "--save", ""]
+            .map(str::to_owned)
+            .to_vec();
+        arguments
+            .extend(["--appendonly", "yes", "--notify-keyspace-events", "KA"].map(str::to_owned));
+        arguments.extend(["--dir".to_owned(), data.display().to_string()]);
+        let member = Member::new("redis-server".as_ref(), arguments, &address, data);
+        Self::start(dir, vec![member], format!("redis://{address}"))
     }
 
-    fn start(mut command: Command, dir: TempDir, address: &str, url: String) -> Result<Self> {
+    fn start(dir: TempDir, members: Vec<Member>, url: String) -> Result<Self> {
+        let mut store = Self { url, members, dir };
+        store.start_again()?;
+        Ok(store)
+    }
+
+    /// Starts what of it does not run, with the records that it had.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn start_again(&mut self) -> Result<()> {
         // What stores log is of use only when they fail to start, and then it is in the file.
-        let log = std::fs::File::create(dir.path().join("log"))?;
-        command.stdout(log.try_clone()?).stderr(log);
-        let mut process = Process::start(command)?;
-        let deadline = Instant::now() + READY_WITHIN;
-        while TcpStream::connect(address).is_err() {
-            let alive = process.is_running()? && Instant::now() < deadline;
-            ensure!(alive, "no store at {url}: {}", log_end(&dir));
-            std::thread::sleep(Duration::from_millis(50));
+        let log = std::fs::File::create(self.dir.path().join("log"))?;
+        let (url, dir) = (&self.url, &self.dir);
+        // Members of a cluster wait for each other.
+        for member in &mut self.members {
+            if member.process.is_none() {
+                member.launch(&log)?;
+            }
         }
-        Ok(Self {
-            process,
-            url,
-            _dir: dir,
-        })
+        for member in &mut self.members {
+            let deadline = Instant::now() + READY_WITHIN;
+            while TcpStream::connect(&member.address).is_err() {
+                ensure!(
+                    Instant::now() < deadline,
+                    "no store at {url}: {}",
+                    log_end(dir)
+                );
+                // Somebody may have its port for a moment, as the local end of a connection.
+                if !member.is_running()? {
+                    member.launch(&log)?;
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        }
+        Ok(())
+    }
+
+    /// Kills all of it.
+    pub fn kill(&mut self) {
+        for member in &mut self.members {
+            member.process = None;
+        }
+    }
+
+    /// Kills the process of a store, or of one member of a cluster.
+    pub fn kill_member(&mut self, index: usize) {
+        self.members[index].process = None;
+    }
+
+    /// Ends it in order.
+    ///
+    /// # Errors
+    /// If it does not end.
+    pub fn terminate(&mut self) -> Result<()> {
+        for member in &mut self.members {
+            if let Some(process) = member.process.take() {
+                process.terminate(READY_WITHIN)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes its records; it must not run.
+    ///
+    /// # Errors
+    /// If they cannot be removed.
+    pub fn wipe(&mut self) -> Result<()> {
+        for member in &self.members {
+            if member.data.exists() {
+                std::fs::remove_dir_all(&member.data)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends a signal, by name, to all of it.
+    ///
+    /// # Errors
+    /// If it does not run.
+    pub fn signal(&self, name: &str) -> Result<()> {
+        let running = self
+            .members
+            .iter()
+            .filter_map(|member| member.process.as_ref());
+        running
+            .map(Process::pid)
+            .try_for_each(|pid| child::signal(pid, name))
     }
 
     /// What engines are given as `--metadata`.
@@ -123,10 +228,47 @@ impl Store {
         &self.url
     }
 
-    /// Its process id, for signals.
+    /// `host:port` of each member.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<String> {
+        let address = |member: &Member| member.address.clone();
+        self.members.iter().map(address).collect()
+    }
+
+    /// Process id of its first member, for signals; 0 while it is stopped.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.process.pid()
+        let first = self
+            .members
+            .first()
+            .and_then(|member| member.process.as_ref());
+        first.map_or(0, Process::pid)
+    }
+}
+
+impl Member {
+    fn new(program: &OsStr, arguments: Vec<String>, address: &str, data: PathBuf) -> Self {
+        Self {
+            process: None,
+            program: program.into(),
+            arguments,
+            address: address.to_owned(),
+            data,
+        }
+    }
+
+    fn launch(&mut self, log: &std::fs::File) -> Result<()> {
+        // Redis does not make its own.
+        std::fs::create_dir_all(&self.data)?;
+        let mut command = Command::new(&self.program);
+        command.args(&self.arguments);
+        command.stdout(log.try_clone()?).stderr(log.try_clone()?);
+        self.process = Some(Process::start(command)?);
+        Ok(())
+    }
+
+    fn is_running(&mut self) -> Result<bool> {
+        self.process.as_mut().map_or(Ok(false), Process::is_running)
     }
 }
 

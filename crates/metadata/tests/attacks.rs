@@ -372,6 +372,11 @@ async fn strange_keys_are_kept_apart_or_refused_by_name() {
         let status = status(server.address, &get(target)).await;
         assert_eq!(status, expected, "{target}");
     }
+    let long = "k".repeat(5_000);
+    for target in ["/metadata?prefix=", "/metadata/watch?prefix="] {
+        let request = get(&format!("{target}{long}"));
+        assert_eq!(status(server.address, &request).await, 400, "{target}");
+    }
     // Far too long for a head: refused, or at least cut off.
     let said = until_closed(server.address, &get(&format!("/?{}", "k".repeat(1 << 20)))).await;
     assert!(!said.starts_with("HTTP/1.1 200"), "{said}");

@@ -157,6 +157,17 @@ impl Query {
         }
     }
 
+    /// What keys start with, if it is given; longer than a key can be, it is a mistake.
+    fn prefix(&self, server: &MetadataServer) -> Result<Option<&str>, Rejection> {
+        let limit = server.shared.options.limits.key_bytes_max;
+        match self.get("prefix") {
+            Some(prefix) if prefix.len() > limit => {
+                Err(bad_request(&format!("the prefix is over {limit} bytes")))
+            }
+            prefix => Ok(prefix),
+        }
+    }
+
     fn number(&self, name: &str) -> Result<Option<u64>, Rejection> {
         self.get(name)
             .map(|value| {
@@ -280,7 +291,7 @@ type Answer = Result<Response, Rejection>;
 async fn read(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
     count(&server.shared.counters.reads);
     let query = Query::parse(query.as_deref())?;
-    if let Some(prefix) = query.get("prefix") {
+    if let Some(prefix) = query.prefix(&server)? {
         return list(&server, prefix).await;
     }
     let key = query.key(&server)?;
@@ -403,7 +414,7 @@ async fn delete(
 
 async fn watch(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
     let query = Query::parse(query.as_deref())?;
-    let prefix = query.get("prefix").unwrap_or_default();
+    let prefix = query.prefix(&server)?.unwrap_or_default();
     let after = query.number("after")?;
     let wait = query
         .number("wait_ms")?
