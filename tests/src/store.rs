@@ -9,6 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::child::{self, Process, Server};
@@ -305,7 +306,9 @@ impl HttpStore {
         let mut command = child::rerail()?;
         command
             .args(["metadata", "serve", "--listen", &self.address, "--data-dir"])
-            .arg(&self.dir);
+            .arg(&self.dir)
+            .arg("--writes-log")
+            .arg(self.writes_path());
         let server = Server::start(command, "ready ", READY_WITHIN)?;
         self.url = server.ready_line()["ready ".len()..].to_owned();
         let authority = self
@@ -324,6 +327,18 @@ impl HttpStore {
         self.process = None;
     }
 
+    /// Every write that it has accepted, oldest first, over restarts.
+    ///
+    /// # Errors
+    /// If its log of writes cannot be read.
+    pub fn writes(&self) -> Result<Vec<Value>> {
+        json_lines(&self.writes_path())
+    }
+
+    fn writes_path(&self) -> PathBuf {
+        self.dir.with_extension("writes")
+    }
+
     /// What engines are given as `--metadata`.
     #[must_use]
     pub fn url(&self) -> &str {
@@ -335,6 +350,17 @@ impl HttpStore {
     pub fn pid(&self) -> u32 {
         self.process.as_ref().map_or(0, Process::pid)
     }
+}
+
+/// The JSON objects of a file, one a line; a last line that is not whole yet is left out.
+///
+/// # Errors
+/// If it cannot be read, or a line is none.
+pub fn json_lines(path: &Path) -> Result<Vec<Value>> {
+    let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    let parse = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
+    whole.lines().map(parse).collect()
 }
 
 /// An address on loopback that is free at present. Somebody may take it before its user does, which

@@ -52,7 +52,8 @@ pub struct EngineConfig {
     /// How the engine moves bytes (`FORCE_TCP`: `MC_FORCE_TCP` counts whenever it is set, whatever
     /// to; `RERAIL_FORCE_TCP` is 0, 1, true or false).
     pub transport: Transport,
-    /// Devices as `name` or `name:port`; none means all.
+    /// Devices as `name` or `name:port`; none means all. One must work at the start, and the others
+    /// are taken in once they do.
     pub devices: Vec<String>,
     /// Host that peers are told (`TCP_BIND_ADDRESS`); found by itself where it is not set.
     pub advertise: Option<String>,

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 use std::time::Duration;
 
-use rerail_metadata::descriptor::SegmentDescriptor;
+use arc_swap::ArcSwap;
+use rerail_metadata::descriptor::{Device, SegmentDescriptor};
 use rerail_transport::TransportError;
 use rerail_transport::machine::fence::FenceConfig;
 use rerail_transport::machine::ids::PeerId;
@@ -53,7 +54,7 @@ struct Inner {
     publication: Publication,
     peers: PeerView,
     rdma: Option<Arc<RdmaTransport>>,
-    places: Places,
+    places: Arc<ArcSwap<Places>>,
     tcp: Option<TcpSide>,
     server: Option<RpcServer>,
     /// Never held while a device works: submitting takes it.
@@ -154,8 +155,8 @@ impl Engine {
 
     /// What the rails to a segment have done.
     pub fn rails(&self, segment: &Segment) -> Vec<RailStats> {
-        let rails = segment.peer().rails().iter();
-        rails.map(|rail| rail.stats()).collect()
+        let rails = segment.peer().rails();
+        rails.iter().map(|rail| rail.stats()).collect()
     }
 
     /// What batches need of the engine beyond its life.
@@ -188,7 +189,7 @@ impl Engine {
             length,
             nearest: "it is registered in part".into(),
         })?;
-        let local = local.near(in_use.region().near);
+        let local = local.near(in_use.region().near());
         let config = &self.inner.config.rdma;
         let now = self.inner.clock.now();
         let deadline = now + timeout.unwrap_or(config.transfer_timeout);
@@ -286,14 +287,14 @@ impl Inner {
                 let nics = peer_nics(&descriptor);
                 (rdma.peer(PeerSpec { nics, ..spec }), Route::Rdma)
             });
-            let reach = self.peers.reached(found);
+            let reach = self.peers.reached(&life, found);
             return Ok(Segment::new(descriptor, life, reach));
         }
         if descriptor.protocol.includes("tcp") {
             let tcp = self.tcp_peer(&descriptor).await?;
             let key = ReachKey::tcp(&descriptor);
             let found = life.reach(key, &descriptor, || (Peer::new(spec, &[]), Route::Tcp(tcp)));
-            let reach = self.peers.reached(found);
+            let reach = self.peers.reached(&life, found);
             return Ok(Segment::new(descriptor, life, reach));
         }
         Err(EngineError::NoTransport {
@@ -399,11 +400,18 @@ where
 
 /// The NICs of a record, in its order.
 fn peer_nics(descriptor: &SegmentDescriptor) -> Vec<PeerNic> {
-    let nic = |(index, device): (usize, &rerail_metadata::descriptor::Device)| PeerNic {
+    let devices = descriptor.devices.iter().enumerate();
+    devices
+        .map(|(index, device)| peer_nic(descriptor, index, device))
+        .collect()
+}
+
+/// A NIC of a record, at this position among the peer's.
+pub(crate) fn peer_nic(descriptor: &SegmentDescriptor, index: usize, device: &Device) -> PeerNic {
+    PeerNic {
         index: index as u32,
         path: descriptor.nic_path(&device.name).to_string(),
         gid: device.gid,
         lid: device.lid,
-    };
-    descriptor.devices.iter().enumerate().map(nic).collect()
+    }
 }

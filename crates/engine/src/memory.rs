@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rerail_transport::machine::ids::{LocalNic, RegionId};
 use rerail_transport::machine::publisher::KeyPair;
@@ -13,6 +14,7 @@ use rerail_transport::rdma::memory::{ChunkKeys, Holders};
 use rerail_transport::rdma::{NicSet, Piece, RegisteredMemory};
 use rerail_verbs::HostMemory;
 
+use crate::topology::Places;
 use crate::{EngineError, Result};
 
 /// Where memory is that lies anywhere.
@@ -44,8 +46,10 @@ pub(crate) struct Region {
     pub(crate) options: MemoryOptions,
     /// Its chunks with local keys, for the near ends of transfers.
     pub(crate) pieces: Vec<Piece>,
-    /// The own NICs near it.
-    pub(crate) near: NicSet,
+    /// Where it is, as far as is known.
+    location: String,
+    /// The own NICs near it: a [`NicSet`].
+    near: AtomicU64,
     /// Keeps it registered with NICs.
     rdma: Option<RegisteredMemory>,
     /// Its chunks in the own record.
@@ -57,7 +61,7 @@ impl Region {
         memory: HostMemory,
         options: MemoryOptions,
         pieces: Vec<Piece>,
-        near: NicSet,
+        location: String,
         rdma: Option<RegisteredMemory>,
         published: Vec<RegionId>,
     ) -> Self {
@@ -65,7 +69,8 @@ impl Region {
             memory,
             options,
             pieces,
-            near,
+            location,
+            near: AtomicU64::new(NicSet::ALL.to_bits()),
             rdma,
             published,
         }
@@ -73,9 +78,21 @@ impl Region {
 }
 
 impl Region {
+    /// The own NICs near it.
+    pub(crate) fn near(&self) -> NicSet {
+        NicSet::from_bits(self.near.load(Ordering::Relaxed))
+    }
+
+    /// Takes in what is near to what now.
+    pub(crate) fn set_near(&self, places: &Places) {
+        let near = places.near(&self.location);
+        self.near.store(near.to_bits(), Ordering::Relaxed);
+    }
+
     /// Tells when nothing holds its registration with NICs any more.
-    pub(crate) fn holders(&self) -> Option<Holders> {
-        self.rdma.as_ref().map(RegisteredMemory::holders)
+    pub(crate) fn holders(&self) -> Holders {
+        let registered = self.rdma.as_ref().map(RegisteredMemory::holders);
+        registered.unwrap_or_default()
     }
 
     /// Its chunks in the own record with the keys that a NIC has for them now.
@@ -115,9 +132,9 @@ pub(crate) enum Removal {
     /// Nothing: it is registered still, by another count.
     Counted,
     /// It was the last count. The range stays taken until it is [freed](Registry::free).
-    Last(Arc<Region>),
+    Last(Arc<Region>, Holders),
     /// An earlier removal has not been seen through: devices may still hold the memory.
-    Leaving,
+    Leaving(Holders),
 }
 
 /// A range that is taken.
@@ -134,7 +151,7 @@ enum State {
     /// Registered, so many times.
     Entered(Arc<Region>, usize),
     /// Devices are letting go of it.
-    Leaving,
+    Leaving(Holders),
 }
 
 impl Slot {
@@ -142,7 +159,7 @@ impl Slot {
         let what = match self.state {
             State::Reserved => ", which are being registered",
             State::Entered(..) => "",
-            State::Leaving => ", which a device has not let go of",
+            State::Leaving(_) => ", which a device has not let go of",
         };
         format!("{} bytes at {addr:#x}{what}", self.length)
     }
@@ -159,7 +176,7 @@ impl Registry {
     pub(crate) fn regions(&self) -> impl Iterator<Item = &Region> {
         self.slots.values().filter_map(|slot| match &slot.state {
             State::Entered(region, _) => Some(&**region),
-            State::Reserved | State::Leaving => None,
+            State::Reserved | State::Leaving(_) => None,
         })
     }
 
@@ -208,6 +225,16 @@ impl Registry {
         }
     }
 
+    /// Gives up a reservation of memory that devices may still hold. The range stays taken until
+    /// it is removed and [freed](Self::free).
+    pub(crate) fn cancel_held(&mut self, addr: u64, holders: Holders) {
+        if let Some(slot) = self.slots.get_mut(&addr)
+            && let State::Reserved = slot.state
+        {
+            slot.state = State::Leaving(holders);
+        }
+    }
+
     /// Removes one count of the registration that begins at `addr`.
     pub(crate) fn remove(&mut self, addr: u64) -> Result<Removal> {
         let nearest = self.nearest(addr);
@@ -217,24 +244,27 @@ impl Registry {
                 length: 0,
                 nearest,
             }),
-            Some(State::Leaving) => Ok(Removal::Leaving),
+            Some(State::Leaving(holders)) => Ok(Removal::Leaving(holders.clone())),
             Some(State::Entered(_, count)) if *count > 1 => {
                 *count -= 1;
                 Ok(Removal::Counted)
             }
-            Some(state) => {
-                let State::Entered(region, _) = &*state else {
-                    return Ok(Removal::Leaving);
+            Some(state @ State::Entered(..)) => {
+                let holders = match &*state {
+                    State::Entered(region, _) => {
+                        // Nobody can add to it: that takes the lock that is held here.
+                        let uses = Arc::strong_count(region) - 1;
+                        if uses > 0 {
+                            let owner = format!("{uses} transfers");
+                            return Err(EngineError::StillOwnedByHardware { addr, owner });
+                        }
+                        region.holders()
+                    }
+                    State::Reserved | State::Leaving(_) => Holders::default(),
                 };
-                // Nobody can add to it: that takes the lock that is held here.
-                let uses = Arc::strong_count(region) - 1;
-                if uses > 0 {
-                    let owner = format!("{uses} transfers");
-                    return Err(EngineError::StillOwnedByHardware { addr, owner });
-                }
-                match std::mem::replace(state, State::Leaving) {
-                    State::Entered(region, _) => Ok(Removal::Last(region)),
-                    State::Reserved | State::Leaving => Ok(Removal::Leaving),
+                match std::mem::replace(state, State::Leaving(holders.clone())) {
+                    State::Entered(region, _) => Ok(Removal::Last(region, holders)),
+                    State::Reserved | State::Leaving(_) => Ok(Removal::Leaving(holders)),
                 }
             }
         }
@@ -242,7 +272,7 @@ impl Registry {
 
     /// Frees the range of a registration that was removed and that no device holds any more.
     pub(crate) fn free(&mut self, addr: u64) {
-        if let Some(State::Leaving) = self.slots.get(&addr).map(|slot| &slot.state) {
+        if let Some(State::Leaving(_)) = self.slots.get(&addr).map(|slot| &slot.state) {
             self.slots.remove(&addr);
         }
     }
@@ -292,7 +322,7 @@ mod tests {
                     memory.clone(),
                     options,
                     Vec::new(),
-                    NicSet::ALL,
+                    WILDCARD_LOCATION.to_owned(),
                     None,
                     Vec::new(),
                 );
@@ -304,7 +334,7 @@ mod tests {
 
     /// True if it was the last count.
     fn remove(registry: &mut Registry, addr: u64) -> Result<bool> {
-        let last = matches!(registry.remove(addr)?, Removal::Last(_));
+        let last = matches!(registry.remove(addr)?, Removal::Last(..));
         registry.free(addr);
         Ok(last)
     }
@@ -373,14 +403,14 @@ mod tests {
         register(&mut registry, &memory).expect("new");
         assert!(matches!(
             registry.remove(memory.addr()),
-            Ok(Removal::Last(_))
+            Ok(Removal::Last(..))
         ));
         assert!(registry.find(memory.addr(), 1).is_err());
         let error = register(&mut registry, &memory).expect_err("a device holds it");
         assert!(error.to_string().contains("not let go"), "{error}");
         assert!(matches!(
             registry.remove(memory.addr()),
-            Ok(Removal::Leaving)
+            Ok(Removal::Leaving(_))
         ));
         registry.free(memory.addr());
         assert!(register(&mut registry, &memory).expect("free again"));

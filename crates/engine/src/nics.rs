@@ -1,24 +1,36 @@
 //! From NICs and rails to the own record and the log of events.
 
-use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 
+use arc_swap::ArcSwap;
+use rerail_topology::TopologyOptions;
 use rerail_transport::event::{Event, Events};
 use rerail_transport::machine::ids::LocalNic;
 use rerail_transport::machine::observer::PortFacts;
 use rerail_transport::machine::peers::Trouble;
 use rerail_transport::machine::publisher::Edit;
 use rerail_transport::machine::rail::RailState;
-use rerail_transport::rdma::{Clock, NicListener, RailChange, RdmaEvents, RdmaTransport};
+use rerail_transport::rdma::{Clock, NicListener, Nics, RailChange, RdmaEvents, RdmaTransport};
 use rerail_verbs::Gid;
 
 use crate::memory::Registry;
 use crate::peers::PeerView;
 use crate::publication::Publication;
+use crate::topology::Places;
 
 /// Enters into the own record what is true of the own NICs.
 pub(crate) struct Recorder {
     pub(crate) publication: Publication,
     pub(crate) registry: Arc<RwLock<Registry>>,
+    pub(crate) places: Arc<ArcSwap<Places>>,
+    pub(crate) topology: TopologyOptions,
+}
+
+impl Recorder {
+    fn registry(&self) -> RwLockReadGuard<'_, Registry> {
+        // Registrations are entered whole, so a poisoned lock guards a whole registry.
+        self.registry.read().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl NicListener for Recorder {
@@ -27,12 +39,32 @@ impl NicListener for Recorder {
     }
 
     fn rekeyed(&self, local: LocalNic) {
-        // Registrations are entered whole, so a poisoned lock guards a whole registry.
-        let registry = self.registry.read().unwrap_or_else(PoisonError::into_inner);
+        let registry = self.registry();
         let keys = registry.regions().flat_map(|region| region.keys_of(local));
         let keys = keys.collect();
         drop(registry);
         self.publication.edit(Edit::Rekey { local, keys });
+    }
+
+    fn adding(&self, local: LocalNic, name: &str) {
+        let name = name.to_owned();
+        self.publication.edit(Edit::Nic { local, name });
+    }
+
+    fn added(&self, nics: &Nics) {
+        match Places::read(&self.topology, nics) {
+            Ok(places) => self.places.store(Arc::new(places)),
+            Err(error) => {
+                tracing::error!(%error, "peers are not told what the new NIC is near to");
+                return;
+            }
+        }
+        let places = self.places.load();
+        // Memory that is entered after this is asked about the new places then.
+        for region in self.registry().regions() {
+            region.set_near(&places);
+        }
+        self.publication.edit(Edit::Matrix(places.matrix()));
     }
 }
 

@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use rerail_metadata::descriptor::InstanceId;
 use rerail_metadata::{MetadataStore, WatchKind};
 use rerail_transport::TransferError;
+use rerail_transport::event::{Event, Events};
 use rerail_transport::machine::Machine;
 use rerail_transport::machine::peers::{
     Action, Fetched, Input, NicChange, Parting, PeerRecord, Peers, PeersConfig, Trouble,
@@ -61,6 +62,7 @@ struct Shared {
     /// Weak, because it asks us for records.
     rails: OnceLock<Weak<RdmaTransport>>,
     state: Mutex<State>,
+    telling: Mutex<()>,
     /// The store's watch is followed.
     watching: AtomicBool,
     /// There is something to do.
@@ -69,6 +71,8 @@ struct Shared {
 }
 
 struct State {
+    clock: Clock,
+    events: Events,
     machine: Peers,
     opened: BTreeMap<String, Opened>,
     /// Not bounded by itself: the machine has one reading, subscription and question at a time for
@@ -108,13 +112,16 @@ impl PeerView {
             shared: Arc::new(Shared {
                 clock,
                 directory,
-                own,
                 rails: OnceLock::new(),
                 state: Mutex::new(State {
+                    clock,
+                    events: own.events().clone(),
                     machine: Peers::new(config, rand::random()),
                     opened: BTreeMap::new(),
                     todo: VecDeque::new(),
                 }),
+                own,
+                telling: Mutex::new(()),
                 watching: AtomicBool::new(false),
                 touched: Notify::new(),
                 reads: Semaphore::new(READS_MAX),
@@ -280,7 +287,13 @@ impl PeerView {
         let Some(rails) = self.rails() else {
             return;
         };
+        let _in_order = self.telling();
+        let down = life.down();
         for reach in life.reaches() {
+            if let Route::Rdma = reach.route() {
+                let down: Vec<u32> = down.iter().filter_map(|name| reach.nic(name)).collect();
+                rails.peer_grown(reach.peer(), &reach.nics(), &down);
+            }
             for (name, change) in changes {
                 let Some(nic) = reach.nic(name) else {
                     continue;
@@ -300,21 +313,39 @@ impl PeerView {
         }
     }
 
+    /// Held while rails are told what stands in a record: what was read of it must not be told
+    /// after something newer.
+    fn telling(&self) -> MutexGuard<'_, ()> {
+        // It guards nothing that could be broken.
+        let telling = self.shared.telling.lock();
+        telling.unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn rails(&self) -> Option<Arc<RdmaTransport>> {
         self.shared.rails.get().and_then(Weak::upgrade)
     }
 
     /// Tells the rails of a new way which of the peer's NICs are withdrawn, and which ways nobody
     /// uses any more.
-    pub(crate) fn reached(&self, found: FoundReach) -> Arc<Reach> {
+    pub(crate) fn reached(&self, life: &Life, found: FoundReach) -> Arc<Reach> {
         let FoundReach {
             reach,
-            down,
+            is_new,
             unused,
         } = found;
         if let Some(rails) = self.rails() {
-            for nic in down.iter().filter_map(|name| reach.nic(name)) {
-                rails.peer_nic(reach.peer(), nic, false);
+            if let Route::Rdma = reach.route()
+                && is_new
+            {
+                let _in_order = self.telling();
+                // As they are now: a NIC may have come back since the way was made.
+                let down = life.down();
+                let down: Vec<u32> = down.iter().filter_map(|name| reach.nic(name)).collect();
+                // The record may have got more NICs since the rails were made.
+                rails.peer_grown(reach.peer(), &reach.nics(), &down);
+                for nic in down {
+                    rails.peer_nic(reach.peer(), nic, false);
+                }
             }
             for reach in unused {
                 rails.forget_peer(reach.peer());
@@ -463,8 +494,16 @@ impl State {
                     let Some(life) = opened.and_then(|opened| opened.life.take()) else {
                         continue;
                     };
-                    if parting != Parting::Closed {
-                        tracing::warn!(name, ?parting, "a peer is gone");
+                    let why = match parting {
+                        Parting::Replaced => Some("replaced"),
+                        Parting::Withdrawn => Some("withdrawn"),
+                        Parting::Closed => None,
+                    };
+                    if let Some(why) = why {
+                        tracing::warn!(name, why, "a peer is gone");
+                        let peer = name.clone();
+                        let parted = Event::PeerParted { peer, why };
+                        self.events.tell(self.clock.now(), &parted);
                     }
                     life.part(parting);
                     Todo::Parted(life)
@@ -478,6 +517,13 @@ impl State {
                     let Some(opened) = self.opened.get_mut(&name) else {
                         continue;
                     };
+                    let member = descriptor.rerail.as_ref();
+                    let record = Event::PeerRecord {
+                        peer: name.clone(),
+                        instance: member.map(|member| member.instance.to_string()),
+                        generation: member.map_or(0, |member| member.generation),
+                    };
+                    self.events.tell(self.clock.now(), &record);
                     let life = opened
                         .life
                         .get_or_insert_with(|| Life::new(Arc::clone(&descriptor)));
@@ -514,7 +560,6 @@ fn fetched(read: &Result<PeerRecord>) -> Fetched {
 mod tests {
     use rerail_metadata::descriptor::{JsonForm, Protocol, SegmentDescriptor};
     use rerail_metadata::{KeySpace, MemoryStore};
-    use rerail_transport::event::Events;
     use rerail_transport::machine::publisher::{LocalRecord, PublishOrder};
     use rerail_transport::rpc::RpcClient;
 

@@ -83,6 +83,11 @@ impl Publication {
         self.shared.instance
     }
 
+    /// Who is told what happens.
+    pub(crate) fn events(&self) -> &Events {
+        &self.shared.events
+    }
+
     /// The current record, as a peer that asks is told.
     pub(crate) fn descriptor(&self) -> SegmentDescriptor {
         let mut descriptor = SegmentDescriptor::clone(self.publisher().descriptor());

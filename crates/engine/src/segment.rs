@@ -4,11 +4,10 @@ use std::fmt;
 use std::sync::Arc;
 
 use rerail_metadata::descriptor::{Buffer, SegmentDescriptor};
-use rerail_transport::rdma::{NicSet, Peer, Span};
+use rerail_transport::rdma::{Peer, Span};
 
 use crate::peers::{Life, Offered, Reach};
 use crate::tcp::TcpPeer;
-use crate::topology::near_buffer;
 use crate::{EngineError, Result};
 
 /// A peer's segment, of the process that had its name when it was opened. Clones share it.
@@ -91,7 +90,7 @@ impl Segment {
         }
         // What the present record lacks is refused by the peer, if it is really gone.
         if let Some(span) = Span::new(addr, length, opened.buffers.iter().cloned()) {
-            return Ok((span.near(self.near(addr)), opened.revision));
+            return Ok((span.near(opened.near(addr)), opened.revision));
         }
         let buffers = &opened.buffers;
         let after = buffers.partition_point(|piece| piece.addr <= addr);
@@ -115,18 +114,7 @@ impl Segment {
     pub(crate) fn present_span(&self, addr: u64, length: u64) -> Option<(Span, u64)> {
         let present = self.shared.reach.offered();
         let span = Span::new(addr, length, present.buffers.iter().cloned())?;
-        Some((span.near(self.near(addr)), present.revision))
-    }
-
-    /// The owner's NICs near the byte at `addr`.
-    fn near(&self, addr: u64) -> NicSet {
-        let descriptor = &self.shared.descriptor;
-        let holds = |buffer: &&Buffer| {
-            addr.checked_sub(buffer.addr)
-                .is_some_and(|at| at < buffer.length)
-        };
-        let buffer = descriptor.buffers.iter().find(holds);
-        buffer.map_or(NicSet::ALL, |buffer| near_buffer(descriptor, buffer, addr))
+        Some((span.near(present.near(addr)), present.revision))
     }
 }
 
@@ -141,7 +129,7 @@ impl fmt::Debug for Segment {
 
 #[cfg(test)]
 mod tests {
-    use rerail_metadata::descriptor::{Device, Protocol};
+    use rerail_metadata::descriptor::{Device, InstanceId, Protocol, RerailMember};
     use rerail_transport::machine::ids::PeerId;
     use rerail_transport::rdma::PeerSpec;
     use rerail_verbs::Gid;
@@ -226,5 +214,33 @@ mod tests {
         segment.life().take(descriptor(&["a", "b"], &[]), &[]);
         assert_eq!(keys(), ([10, 20], 0));
         assert!(segment.present_span(0x1000, 16).is_none());
+    }
+
+    #[test]
+    fn a_nic_that_a_peer_adds_gets_a_place_and_its_keys_once_they_are_told() {
+        let of = |nics: &[&str], keys: &[u32], tells| {
+            let mut descriptor = SegmentDescriptor::clone(&descriptor(nics, &[(0x1000, 16, keys)]));
+            let member = RerailMember::new(InstanceId([7; 16]));
+            descriptor.rerail = Some(member).filter(|_| tells);
+            Arc::new(descriptor)
+        };
+        let segment = segment(&of(&["a"], &[10], true));
+        let keys = || {
+            let (span, _) = segment.span(0x1000, 16).expect("offered");
+            let (.., keys) = span.at(0).expect("inside");
+            [0, 1].map(|nic| keys.get(nic))
+        };
+        assert_eq!(keys(), [Some(10), None]);
+        segment.life().take(of(&["a", "b"], &[10, 0], true), &[]);
+        assert_eq!(keys(), [Some(10), None], "it is being taken in");
+        assert_eq!(segment.life().down(), ["a", "b"]);
+        segment.life().take(of(&["b", "a"], &[20, 10], true), &[]);
+        assert_eq!(keys(), [Some(10), Some(20)]);
+        // A C++ engine's record that has other NICs is not about the same way.
+        let plain = super::tests::segment(&of(&["a"], &[10], false));
+        plain.life().take(of(&["a", "b"], &[10, 20], false), &[]);
+        let (span, _) = plain.span(0x1000, 16).expect("offered");
+        let (.., keys) = span.at(0).expect("inside");
+        assert_eq!(keys.get(1), None);
     }
 }

@@ -5,14 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
 
 use rerail_metadata::descriptor::{Buffer, LocationNics, SegmentDescriptor};
 use rerail_topology::{
     Location, Matrix, Rail, Scan, Topology, TopologyError, TopologyOptions, page,
 };
-use rerail_transport::rdma::NicSet;
-use rerail_transport::rdma::nic::Nic;
+use rerail_transport::rdma::{NicSet, Nics};
 use rerail_verbs::HostMemory;
 
 use crate::memory::WILDCARD_LOCATION;
@@ -33,7 +31,7 @@ impl Places {
     /// # Errors
     ///
     /// A custom matrix that cannot be used: nothing falls back to discovery silently.
-    pub(crate) fn read(options: &TopologyOptions, nics: &[Arc<Nic>]) -> Result<Self> {
+    pub(crate) fn read(options: &TopologyOptions, nics: &Nics) -> Result<Self> {
         let scan = Scan::read(Path::new("/")).map_err(refused)?;
         let rails = nics.iter().map(|nic| Rail {
             name: nic.name().to_owned(),
@@ -120,8 +118,13 @@ pub(crate) fn locate(memory: &HostMemory, said: &str) -> String {
     }
 }
 
-/// A peer's NICs near the byte at `addr` of one of its buffers.
-pub(crate) fn near_buffer(peer: &SegmentDescriptor, buffer: &Buffer, addr: u64) -> NicSet {
+/// A peer's NICs near the byte at `addr` of one of its buffers, each by the `position` of its name.
+pub(crate) fn near_buffer(
+    peer: &SegmentDescriptor,
+    buffer: &Buffer,
+    addr: u64,
+    position: impl Fn(&String) -> Option<usize>,
+) -> NicSet {
     let Ok(location) = buffer.name.parse::<Location>() else {
         return NicSet::ALL;
     };
@@ -130,7 +133,6 @@ pub(crate) fn near_buffer(peer: &SegmentDescriptor, buffer: &Buffer, addr: u64) 
         return NicSet::ALL;
     };
     // By name: positions in a matrix mean nothing (reference 4.4).
-    let position = |name: &String| peer.devices.iter().position(|device| device.name == *name);
     entry.preferred.iter().filter_map(position).collect()
 }
 
@@ -219,6 +221,8 @@ mod tests {
             ..Buffer::default()
         };
         let only = |position: usize| [position].into_iter().collect::<NicSet>();
+        let position = |name: &String| ["n1", "n0"].iter().position(|nic| nic == name);
+        let near_buffer = |peer: &_, buffer: &_, addr| near_buffer(peer, buffer, addr, position);
         assert_eq!(near_buffer(&peer, &buffer("cpu:0"), 0x1000), only(1));
         let segmented = buffer("segments:4096:0,1");
         assert_eq!(near_buffer(&peer, &segmented, 0x1fff), only(1));

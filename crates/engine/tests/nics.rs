@@ -5,8 +5,8 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Pair, Rig, address, generation, published};
-use rerail_engine::{Event, MemoryOptions};
+use common::{Pair, Rig, Running, address, generation, published};
+use rerail_engine::{Engine, Event, MemoryOptions};
 use rerail_verbs::{AsyncEventKind, Gid, HostMemory};
 
 #[test]
@@ -193,4 +193,120 @@ fn a_control_verb_that_hangs_costs_its_device_only() {
         meanwhile.iter().min() < without_fault.iter().max().map(|time| *time * 2).as_ref(),
         "{meanwhile:?} is more than {without_fault:?}"
     );
+}
+
+/// An engine that may use these devices.
+fn with_devices(rig: &Rig, devices: &[&str]) -> Running {
+    let started = rig.try_start(0, "own", &[], |config| {
+        config.devices = devices.iter().map(|name| (*name).to_owned()).collect();
+    });
+    started.expect("an engine starts")
+}
+
+fn names(engine: &Engine) -> Vec<String> {
+    let record = engine.descriptor();
+    let devices = record.devices.iter();
+    devices.map(|device| device.name.clone()).collect()
+}
+
+#[test]
+fn a_nic_that_did_not_exist_at_the_start_carries_bytes_at_either_end() {
+    let mut rig = Rig::new(9, 1);
+    let pair = Pair::new(&rig);
+    pair.write_until("the rail is up", || pair.bytes(0) > 0);
+    rig.add_nic(0);
+    pair.write_until("the own new NIC carries bytes", || pair.bytes(1) > 0);
+    // Registered with both, and not opened again: the segment that is open learns of it.
+    rig.add_nic(1);
+    pair.write_until("the peer's new NIC carries bytes", || {
+        pair.bytes_to(1, 1) > 0
+    });
+    for engine in [&pair.own, &pair.peer] {
+        assert_eq!(names(engine), ["sim0", "sim1"]);
+        assert_eq!(published(engine), ["sim0", "sim1"]);
+        for buffer in &engine.descriptor().buffers {
+            assert_eq!(buffer.rkey.len(), 2);
+            assert!(buffer.rkey.iter().all(|key| *key != 0), "{buffer:?}");
+        }
+    }
+    // Like any other from then on.
+    rig.fabric.port_down(rig.port(1, 1));
+    pair.write_until("it is withdrawn", || published(&pair.peer) == ["sim0"]);
+    rig.fabric.port_up(rig.port(1, 1));
+    let before = pair.bytes_to(1, 1);
+    pair.write_until("it carries bytes again", || pair.bytes_to(1, 1) > before);
+    let late = HostMemory::allocate(4096).expect("memory");
+    let options = MemoryOptions::default();
+    pair.own.register(&late, options).expect("registered");
+    pair.own.unregister(late.addr()).expect("nothing uses it");
+}
+
+#[test]
+fn only_nics_that_are_wanted_are_taken_in_and_the_others_need_not_be_there() {
+    let mut rig = Rig::new(10, 1);
+    let wanted = ["sim2", "sim0"];
+    let pair = Pair::of(with_devices(&rig, &wanted), rig.start(1, "peer", &[]));
+    assert_eq!(names(&pair.own), ["sim0"]);
+    rig.add_nic(0);
+    rig.add_nic(0);
+    let own = || {
+        let rails = pair.own.rails(&pair.segment);
+        let own = rails.iter().filter(|rail| rail.local == "sim2");
+        own.map(|rail| rail.bytes).sum::<u64>()
+    };
+    pair.write_until("the wanted one carries bytes", || own() > 0);
+    assert_eq!(names(&pair.own), ["sim0", "sim2"]);
+}
+
+#[test]
+fn a_named_nic_that_is_down_at_the_start_is_taken_in_once_it_works() {
+    let rig = Rig::new(11, 2);
+    rig.fabric.port_down(rig.port(0, 0));
+    let own = with_devices(&rig, &["sim0", "sim1"]);
+    let pair = Pair::of(own, rig.start(1, "peer", &[]));
+    // Behind the one that works.
+    assert_eq!(names(&pair.own), ["sim1", "sim0"]);
+    assert_eq!(published(&pair.own), ["sim1"]);
+    rig.fabric.port_up(rig.port(0, 0));
+    pair.write_until("it carries bytes", || pair.bytes(0) > 0);
+    assert_eq!(published(&pair.own), ["sim1", "sim0"]);
+}
+
+#[test]
+fn memory_under_a_device_that_hangs_is_named_by_unregister_and_no_other_is_held_up() {
+    let rig = Rig::new(12, 2);
+    let pair = Pair::new(&rig);
+    pair.write_until("both rails are up", || pair.both_up());
+    let memory = || HostMemory::allocate(1 << 16).expect("memory");
+    let register = |memory: &HostMemory| {
+        let options = MemoryOptions::default();
+        pair.own.register(memory, options).expect("registered");
+    };
+    let held = memory();
+    register(&held);
+    // Not longer than the last wait below.
+    rig.fabric
+        .hang_control(rig.hosts[0].nics[1], Duration::from_secs(20));
+    rig.fabric.port_down(rig.port(0, 1));
+    let released =
+        |event: &Event| matches!(event, Event::ContextReleased { nic, .. } if nic == "sim1");
+    pair.write_until("it is given up", || pair.own_log.count(released) > 0);
+    let free = memory();
+    register(&free);
+    pair.own
+        .unregister(free.addr())
+        .expect("no device hangs that had it");
+    for _ in 0..2 {
+        let error = pair.own.unregister(held.addr()).expect_err("sim1 has it");
+        assert!(error.is_retryable());
+        let error = error.to_string();
+        assert!(error.contains("sim1") && !error.contains("sim0"), "{error}");
+        let error = pair.own.register(&held, MemoryOptions::default());
+        let error = error.expect_err("it is taken").to_string();
+        assert!(error.contains("has not let go of"), "{error}");
+    }
+    pair.write_until("the device lets go of it", || {
+        pair.own.unregister(held.addr()).is_ok()
+    });
+    register(&held);
 }

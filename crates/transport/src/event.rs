@@ -44,6 +44,11 @@ pub enum Event {
         /// The NIC.
         nic: String,
     },
+    /// A NIC that was not there at the start was taken in. Nothing is posted through it yet.
+    NicAdded {
+        /// The NIC.
+        nic: String,
+    },
     /// A NIC's endpoints are being closed.
     EndpointsCut {
         /// The NIC.
@@ -69,6 +74,22 @@ pub enum Event {
         peer: String,
         /// The generation.
         generation: u64,
+    },
+    /// A peer's record was taken in.
+    PeerRecord {
+        /// Name of its segment.
+        peer: String,
+        /// Its process, if it is a Rerail peer.
+        instance: Option<String>,
+        /// The record's generation; 0 where it has none.
+        generation: u64,
+    },
+    /// A peer is over: requests to it end.
+    PeerParted {
+        /// Name of its segment.
+        peer: String,
+        /// `replaced` by another process of its name, or `withdrawn`.
+        why: &'static str,
     },
     /// A rail changed its state.
     Rail {

@@ -1,9 +1,7 @@
 //! Verified traffic between the two hosts of the rig, with everything that tells from outside what
-//! happened to it: both sides' files of events, and each change that the store saw.
+//! happened to it: both sides' files of events, and the store's log of writes.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -11,8 +9,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::bench::{Amount, Load, Report, Running, Side, Target};
-use crate::child::{self, Process};
-use crate::store::HttpStore;
+use crate::store::{HttpStore, json_lines};
 
 /// Bytes of the target's buffer.
 const BUFFER_BYTES: u64 = 16 << 20;
@@ -68,14 +65,13 @@ pub struct Traffic {
     pub target_log: EventLog,
     /// The initiator's events.
     pub own_log: EventLog,
-    records: PathBuf,
     running: Running,
-    _watcher: Process,
     _dir: TempDir,
 }
 
 impl Traffic {
-    /// Starts store, target and initiator, and waits until every own NIC has a rail that is up.
+    /// Starts store, target and initiator, and waits until every own NIC that is there has a rail
+    /// that is up.
     ///
     /// # Errors
     /// If one of them does not come up, or traffic does not begin.
@@ -83,18 +79,6 @@ impl Traffic {
         let dir = TempDir::new()?;
         let path = |name: &str| dir.path().join(name);
         let store = HttpStore::start(&path("store"))?;
-        let records = path("records");
-        let mut watch = child::rerail()?;
-        watch.args([
-            "metadata",
-            "watch",
-            "--json",
-            "--metadata",
-            store.url(),
-            "mooncake/ram/",
-        ]);
-        watch.stdout(Stdio::from(File::create(&records)?));
-        let watcher = Process::start(watch)?;
         let side = |name: &str, devices: &[&str]| {
             let mut side = Side::rdma(name, devices).with_metadata(store.url());
             side.events = Some(path(&format!("{name}.events")));
@@ -119,12 +103,11 @@ impl Traffic {
             own_log: EventLog(path("initiator.events")),
             store,
             target,
-            records,
             running,
-            _watcher: watcher,
             _dir: dir,
         };
-        for device in &plan.initiator {
+        let is_there = |device: &&&str| Path::new("/sys/class/infiniband").join(device).exists();
+        for device in plan.initiator.iter().filter(is_there) {
             traffic
                 .own_log
                 .wait("a rail is up", WARM_WITHIN, 0, |event| {
@@ -151,7 +134,7 @@ impl Traffic {
             report,
             own: self.own_log.all()?,
             target: self.target_log.all()?,
-            records: read_lines(&self.records)?,
+            records: segments(self.store.writes()?),
         })
     }
 
@@ -164,12 +147,12 @@ impl Traffic {
         self.target.stop()
     }
 
-    /// Each change of the records that the store has told so far, oldest first.
+    /// Each write of a segment's record that the store has accepted so far, oldest first.
     ///
     /// # Errors
-    /// If the file cannot be read.
+    /// If the store's log of writes cannot be read.
     pub fn records(&self) -> Result<Vec<Value>> {
-        read_lines(&self.records)
+        Ok(segments(self.store.writes()?))
     }
 }
 
@@ -177,12 +160,24 @@ impl Traffic {
 pub struct EventLog(PathBuf);
 
 impl EventLog {
+    /// The file at `path`, which need not be there yet.
+    #[must_use]
+    pub fn new(path: PathBuf) -> Self {
+        Self(path)
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// All events so far.
     ///
     /// # Errors
     /// If the file cannot be read.
     pub fn all(&self) -> Result<Vec<Value>> {
-        read_lines(&self.0)
+        json_lines(&self.0)
     }
 
     /// How many events there are so far: a mark for [`wait`](Self::wait).
@@ -236,7 +231,7 @@ pub struct Outcome {
     pub own: Vec<Value>,
     /// The target's events.
     pub target: Vec<Value>,
-    /// Changes that the store told.
+    /// Writes of segments' records that the store accepted.
     pub records: Vec<Value>,
 }
 
@@ -305,10 +300,11 @@ pub fn between_ms(from: &Value, to: &Value) -> Result<f64> {
     Ok(time_ms(to)? - time_ms(from)?)
 }
 
-/// The JSON objects of a file, one a line; a last line that is not whole yet is left out.
-fn read_lines(path: &Path) -> Result<Vec<Value>> {
-    let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-    let parse = |line: &str| serde_json::from_str(line).with_context(|| line.to_owned());
-    whole.lines().map(parse).collect()
+/// The writes of segments' records.
+fn segments(writes: Vec<Value>) -> Vec<Value> {
+    let is_segment = |write: &Value| {
+        let key = write["key"].as_str().unwrap_or_default();
+        write["action"] == "put" && key.starts_with("mooncake/ram/")
+    };
+    writes.into_iter().filter(is_segment).collect()
 }

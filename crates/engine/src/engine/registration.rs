@@ -2,14 +2,14 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rerail_metadata::descriptor::JsonForm;
 use rerail_transport::machine::ids::RegionId;
 use rerail_transport::machine::publisher::{Edit, KeyPair};
 use rerail_transport::rdma::memory::Holders;
 use rerail_transport::rdma::{Piece, RegisteredMemory};
-use rerail_verbs::{AccessFlags, HostMemory, VerbsError};
+use rerail_verbs::{AccessFlags, HostMemory};
 
 use super::{Engine, Inner};
 use crate::memory::{Admission, MemoryOptions, Region, Removal};
@@ -19,7 +19,7 @@ use crate::{EngineError, Result, topology};
 /// any case.
 const STORED_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long unregistering waits for each NIC to let go of the memory: firmware may hang.
+/// How long unregistering waits for the NICs to let go of the memory: firmware may hang.
 const DEREGISTER_LIMIT: Duration = Duration::from_secs(1);
 
 impl Engine {
@@ -61,6 +61,9 @@ impl Engine {
         if let Err(error) = outcome {
             for region in regions {
                 inner.unpublish(&region);
+                let (addr, holders) = (region.memory.addr(), region.holders());
+                drop(region);
+                inner.cancel(addr, holders);
             }
             for addr in reserved {
                 inner.registry_mut().cancel(addr);
@@ -77,8 +80,11 @@ impl Engine {
             registry.enter(Arc::clone(region));
         }
         drop(registry);
-        // A device that was opened again meanwhile did not find it yet.
-        regions.iter().for_each(|region| inner.rekey(region));
+        for region in &regions {
+            // A device that was opened meanwhile did not find it yet.
+            region.set_near(&inner.places.load());
+            inner.rekey(region);
+        }
         inner.wait_stored();
         Ok(())
     }
@@ -89,26 +95,33 @@ impl Engine {
     /// # Errors
     ///
     /// It is not registered; or [`EngineError::StillOwnedByHardware`]: own transfers use it, or a
-    /// device has not deregistered it in time. Call it again then.
+    /// device that the error names has not deregistered it in time. Call it again then: while a
+    /// device hangs, the memory that was registered with it stays taken, and must not be freed.
     pub fn unregister(&self, addr: u64) -> Result<()> {
         let removal = self.inner.registry_mut().remove(addr)?;
-        let mut holders = None;
-        match removal {
+        let holders = match removal {
             Removal::Counted => return Ok(()),
-            Removal::Last(region) => {
+            Removal::Last(region, holders) => {
                 self.inner.unpublish(&region);
-                holders = region.holders();
+                holders
             }
-            Removal::Leaving => {}
-        }
-        self.inner.wait_released(addr, holders)?;
-        self.inner.wait_deregistered(addr)?;
+            Removal::Leaving(holders) => holders,
+        };
+        wait_gone(addr, &holders)?;
         self.inner.registry_mut().free(addr);
         Ok(())
     }
 }
 
 impl Inner {
+    /// Gives up a reservation; its range stays taken while a device may hold the memory.
+    fn cancel(&self, addr: u64, holders: Holders) {
+        match wait_gone(addr, &holders) {
+            Ok(()) => self.registry_mut().cancel(addr),
+            Err(_) => self.registry_mut().cancel_held(addr, holders),
+        }
+    }
+
     fn register(&self, memory: &HostMemory, options: &MemoryOptions) -> Result<Arc<Region>> {
         let rdma = match &self.rdma {
             Some(rdma) => {
@@ -116,7 +129,11 @@ impl Inner {
                 if options.remote_accessible {
                     access |= AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
                 }
-                Some(rdma.register(memory, access)?)
+                let registered = rdma.register(memory, access).map_err(|failed| {
+                    self.cancel(memory.addr(), failed.holders);
+                    failed.error
+                });
+                Some(registered?)
             }
             None => None,
         };
@@ -136,10 +153,9 @@ impl Inner {
             Some(registered) => registered.pieces().collect(),
             None => vec![Piece::new(memory.addr(), memory.length() as u64, [])],
         };
-        let near = self.places.near(&location);
         let (memory, options) = (memory.clone(), options.clone());
         Ok(Arc::new(Region::new(
-            memory, options, pieces, near, rdma, published,
+            memory, options, pieces, location, rdma, published,
         )))
     }
 
@@ -186,7 +202,7 @@ impl Inner {
 
     /// Publishes the keys that a registration has now, where they differ.
     fn rekey(&self, region: &Region) {
-        for nic in self.rdma.iter().flat_map(|rdma| rdma.nics()) {
+        for nic in self.rdma.iter().flat_map(|rdma| rdma.nics().iter()) {
             let local = nic.index();
             let keys = region.keys_of(local).into_iter().collect();
             self.publication.edit(Edit::Rekey { local, keys });
@@ -205,49 +221,6 @@ impl Inner {
                 Ok(())
             });
         }
-    }
-
-    /// Waits until nobody holds a registration that was removed: a device that is being opened
-    /// again registers all memory, and holds it meanwhile.
-    fn wait_released(&self, addr: u64, holders: Option<Holders>) -> Result<()> {
-        let begin = Instant::now();
-        while holders.as_ref().is_some_and(|holders| !holders.are_gone()) {
-            if begin.elapsed() > DEREGISTER_LIMIT {
-                let owner = "a device that is being opened again".to_owned();
-                return Err(EngineError::StillOwnedByHardware { addr, owner });
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Ok(())
-    }
-
-    /// Waits until every NIC has deregistered what was dropped before: regions are destroyed by
-    /// each NIC's control thread, which runs an ordinary job only after them.
-    fn wait_deregistered(&self, addr: u64) -> Result<()> {
-        let nics = self.rdma.iter().flat_map(|rdma| rdma.nics());
-        // All at once, since devices work side by side.
-        let controls = nics.flat_map(|nic| {
-            let controls = nic.controls().into_iter();
-            controls.map(|control| (nic.name(), control))
-        });
-        let barriers: Vec<_> = controls
-            .map(|(device, control)| (device, control.submit(|| ())))
-            .collect();
-        let begin = Instant::now();
-        for (device, barrier) in barriers {
-            let left = DEREGISTER_LIMIT.saturating_sub(begin.elapsed());
-            match barrier.and_then(|barrier| barrier.wait_timeout(left)) {
-                Ok(()) => {}
-                // A device is closed once everything of it is gone.
-                Err(VerbsError::ControlClosed { .. } | VerbsError::JobLost { .. }) => {}
-                Err(error) => {
-                    tracing::warn!(device, addr, %error, "memory is not deregistered yet");
-                    let owner = format!("device {device}, which has not deregistered it yet");
-                    return Err(EngineError::StillOwnedByHardware { addr, owner });
-                }
-            }
-        }
-        Ok(())
     }
 
     fn next_region(&self) -> RegionId {
@@ -279,4 +252,14 @@ impl Inner {
             tracing::warn!(generation, "the store does not have the own record yet");
         }
     }
+}
+
+/// Waits until no device holds a registration that was given up.
+fn wait_gone(addr: u64, holders: &Holders) -> Result<()> {
+    holders.wait_gone(DEREGISTER_LIMIT).map_err(|devices| {
+        let devices = devices.join(", ");
+        tracing::warn!(devices, addr, "memory is not deregistered yet");
+        let owner = format!("device {devices}, which has not deregistered it yet");
+        EngineError::StillOwnedByHardware { addr, owner }
+    })
 }

@@ -3,6 +3,7 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, RwLock};
 
+use arc_swap::ArcSwap;
 use rerail_metadata::descriptor::{InstanceId, Protocol, RpcMeta, SegmentDescriptor};
 use rerail_metadata::{MetadataStore, connect};
 use rerail_transport::machine::peers::PUSH_FEATURE;
@@ -92,8 +93,9 @@ impl Engine {
             Some(rdma) => Places::read(&config.topology, rdma.nics())?,
             None => Places::default(),
         };
+        let places = Arc::new(ArcSwap::from_pointee(places));
         let record = match (&rdma, &tcp) {
-            (Some(rdma), _) => rdma_record(&name, rdma, &places),
+            (Some(rdma), _) => rdma_record(&name, rdma, &places.load()),
             (None, tcp) => tcp_record(&name, &host, tcp.as_ref().map_or(0, TcpSide::port)),
         };
         let place = store.map(|store| {
@@ -114,6 +116,8 @@ impl Engine {
             let recorder = Arc::new(Recorder {
                 publication: publication.clone(),
                 registry: Arc::clone(&registry),
+                places: Arc::clone(&places),
+                topology: config.topology.clone(),
             });
             rdma.set_events(Arc::new(RailListener {
                 rdma: Arc::downgrade(rdma),
@@ -177,9 +181,7 @@ fn rdma_record(name: &str, rdma: &RdmaTransport, places: &Places) -> LocalRecord
     let mut base = SegmentDescriptor::new(name, Protocol::rdma());
     let server = &rdma.identity().server;
     base.rdma_server_name = (server != name).then(|| server.clone());
-    let nics = rdma.nics().iter();
-    let names: Vec<String> = nics.map(|nic| nic.name().to_owned()).collect();
-    let mut record = LocalRecord::new(base, features(), names, PublishOrder::Fixed);
+    let mut record = LocalRecord::new(base, features(), rdma.nics().names(), PublishOrder::Fixed);
     // A NIC that is not usable yet is entered by its observer.
     let ports = rdma.nics().iter().filter_map(|nic| {
         let facts = nic.facts()?;

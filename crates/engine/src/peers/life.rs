@@ -5,16 +5,18 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
-use rerail_metadata::descriptor::SegmentDescriptor;
+use rerail_metadata::descriptor::{Buffer, SegmentDescriptor};
 use rerail_transport::TransferError;
 use rerail_transport::machine::peers::{NicChange, Parting};
 use rerail_transport::rdma::slice::Keys;
-use rerail_transport::rdma::{Peer, Piece};
+use rerail_transport::rdma::{NicSet, Peer, PeerNic, Piece};
 use rerail_verbs::Gid;
 
 use crate::batch;
+use crate::engine::peer_nic;
 use crate::event::Event;
 use crate::segment::Route;
+use crate::topology::near_buffer;
 
 /// Batches that are looked through for dead ones at least before the list may grow.
 const BATCHES_MIN: usize = 16;
@@ -44,7 +46,6 @@ struct Now {
 
 /// A way to a peer: its rails or data connections, and what it offers over them.
 pub(crate) struct Reach {
-    key: ReachKey,
     peer: Arc<Peer>,
     route: Route,
     offered: RwLock<Arc<Offered>>,
@@ -53,10 +54,45 @@ pub(crate) struct Reach {
 /// What a peer offers.
 #[derive(Clone, Debug)]
 pub(crate) struct Offered {
+    /// The way. A peer may add NICs to it.
+    key: ReachKey,
     /// Which of its life's records said so.
     pub(crate) revision: u64,
     /// By address.
     pub(crate) buffers: Vec<Piece>,
+    /// The record.
+    descriptor: Arc<SegmentDescriptor>,
+}
+
+impl Offered {
+    /// What a record offers over this way. `None` if it lacks one of its NICs.
+    fn new(key: &ReachKey, revision: u64, descriptor: &Arc<SegmentDescriptor>) -> Option<Self> {
+        let mut key = key.clone();
+        key.add_nics(descriptor);
+        Some(Self {
+            buffers: key.offered(descriptor)?,
+            key,
+            revision,
+            descriptor: Arc::clone(descriptor),
+        })
+    }
+
+    /// The owner's NICs near the byte at `addr`, by the positions that keys have, too.
+    pub(crate) fn near(&self, addr: u64) -> NicSet {
+        let ReachKey::Rdma { nics, .. } = &self.key else {
+            return NicSet::ALL;
+        };
+        let holds = |buffer: &&Buffer| {
+            addr.checked_sub(buffer.addr)
+                .is_some_and(|at| at < buffer.length)
+        };
+        let Some(buffer) = self.descriptor.buffers.iter().find(holds) else {
+            return NicSet::ALL;
+        };
+        near_buffer(&self.descriptor, buffer, addr, |name| {
+            nics.iter().position(|(known, _)| known == name)
+        })
+    }
 }
 
 /// What makes a way another way.
@@ -102,6 +138,22 @@ impl ReachKey {
         }
     }
 
+    /// Puts the NICs behind the known ones that a record has and the way does not: a peer that
+    /// tells its NICs itself takes in new ones while it lives.
+    fn add_nics(&mut self, descriptor: &SegmentDescriptor) {
+        let Self::Rdma { nics, .. } = self else {
+            return;
+        };
+        if descriptor.rerail.is_none() {
+            return;
+        }
+        for device in &descriptor.devices {
+            if !nics.iter().any(|(name, _)| *name == device.name) {
+                nics.push((device.name.clone(), None));
+            }
+        }
+    }
+
     /// Whether both are one way: NICs go by name, whatever their order in the record.
     fn is_same(&self, other: &Self) -> bool {
         match (self, other) {
@@ -137,12 +189,18 @@ impl ReachKey {
                 let order: Vec<usize> = nics.iter().map(position).collect::<Option<_>>()?;
                 for buffer in &descriptor.buffers {
                     // Memory without keys is not offered over RDMA.
-                    if !buffer.rkey.is_empty() {
-                        let keys = order.iter().map(|at| buffer.rkey.get(*at).copied());
-                        let keys = Keys::new(keys);
-                        let (addr, length) = (buffer.addr, buffer.length);
-                        pieces.push(Piece { addr, length, keys });
+                    if buffer.rkey.is_empty() {
+                        continue;
                     }
+                    // A NIC that is being taken in is told before its keys are.
+                    let any = buffer.rkey.iter().any(|key| *key != 0);
+                    let key = |at: &usize| {
+                        let key = buffer.rkey.get(*at).copied();
+                        key.filter(|key| *key != 0 || !any)
+                    };
+                    let keys = Keys::new(order.iter().map(key));
+                    let (addr, length) = (buffer.addr, buffer.length);
+                    pieces.push(Piece { addr, length, keys });
                 }
             }
         }
@@ -154,8 +212,8 @@ impl ReachKey {
 /// A way that was asked for.
 pub(crate) struct FoundReach {
     pub(crate) reach: Arc<Reach>,
-    /// NICs that are withdrawn, of a new one.
-    pub(crate) down: Vec<String>,
+    /// It was made now: its rails know nothing of NICs that are withdrawn.
+    pub(crate) is_new: bool,
     /// Ways that no segment uses any more, replaced by a new one.
     pub(crate) unused: Vec<Arc<Reach>>,
 }
@@ -178,17 +236,32 @@ impl Reach {
 
     /// Position of a NIC among those of the peer.
     pub(crate) fn nic(&self, name: &str) -> Option<u32> {
-        let ReachKey::Rdma { nics, .. } = &self.key else {
+        let offered = self.offered();
+        let ReachKey::Rdma { nics, .. } = &offered.key else {
             return None;
         };
         let found = nics.iter().position(|(known, _)| known == name)?;
         u32::try_from(found).ok()
     }
 
-    fn take(&self, descriptor: &SegmentDescriptor, revision: u64) {
-        if let Some(buffers) = self.key.offered(descriptor) {
-            let mut offered = self.offered.write().unwrap_or_else(PoisonError::into_inner);
-            *offered = Arc::new(Offered { revision, buffers });
+    /// The peer's NICs, in the order of their positions.
+    pub(crate) fn nics(&self) -> Vec<PeerNic> {
+        let offered = self.offered();
+        let ReachKey::Rdma { nics, .. } = &offered.key else {
+            return Vec::new();
+        };
+        let nic = |(index, (name, _)): (usize, &(String, _))| {
+            let mut devices = offered.descriptor.devices.iter();
+            let device = devices.find(|device| device.name == *name)?;
+            Some(peer_nic(&offered.descriptor, index, device))
+        };
+        nics.iter().enumerate().map_while(nic).collect()
+    }
+
+    fn take(&self, descriptor: &Arc<SegmentDescriptor>, revision: u64) {
+        let mut offered = self.offered.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(new) = Offered::new(&offered.key, revision, descriptor) {
+            *offered = Arc::new(new);
         }
     }
 }
@@ -246,29 +319,30 @@ impl Life {
     pub(crate) fn reach(
         &self,
         key: ReachKey,
-        descriptor: &SegmentDescriptor,
+        descriptor: &Arc<SegmentDescriptor>,
         make: impl FnOnce() -> (Arc<Peer>, Route),
     ) -> FoundReach {
         let mut now = self.now();
         let mut known = now.reaches.iter();
-        if let Some(reach) = known.find(|reach| reach.key.is_same(&key)) {
+        if let Some(reach) = known.find(|reach| reach.offered().key.is_same(&key)) {
             return FoundReach {
                 reach: Arc::clone(reach),
-                down: Vec::new(),
+                is_new: false,
                 unused: Vec::new(),
             };
         }
         let (peer, route) = make();
-        let reach = Arc::new(Reach {
-            offered: RwLock::new(Arc::new(Offered {
-                revision: now.revision,
-                // The record may have changed since the key was made of it.
-                buffers: key
-                    .offered(&now.descriptor)
-                    .or_else(|| key.offered(descriptor))
-                    .unwrap_or_default(),
-            })),
+        // The record may have changed since the key was made of it.
+        let present = Offered::new(&key, now.revision, &now.descriptor);
+        let present = present.or_else(|| Offered::new(&key, now.revision, descriptor));
+        let offered = present.unwrap_or_else(|| Offered {
             key,
+            revision: now.revision,
+            buffers: Vec::new(),
+            descriptor: Arc::clone(descriptor),
+        });
+        let reach = Arc::new(Reach {
+            offered: RwLock::new(Arc::new(offered)),
             peer,
             route,
         });
@@ -278,7 +352,7 @@ impl Life {
         now.reaches.push(Arc::clone(&reach));
         FoundReach {
             reach,
-            down: now.down.iter().cloned().collect(),
+            is_new: true,
             unused,
         }
     }
@@ -286,6 +360,11 @@ impl Life {
     /// All ways to it.
     pub(crate) fn reaches(&self) -> Vec<Arc<Reach>> {
         self.now().reaches.clone()
+    }
+
+    /// Names of the NICs that are withdrawn.
+    pub(crate) fn down(&self) -> Vec<String> {
+        self.now().down.iter().cloned().collect()
     }
 
     /// Takes a record in.
@@ -300,6 +379,14 @@ impl Life {
                 NicChange::Up | NicChange::Moved => {
                     now.down.remove(name);
                 }
+            }
+        }
+        // One that is new and not said to be up is withdrawn.
+        let known = Arc::clone(&now.descriptor);
+        for device in &descriptor.devices {
+            let is_new = !known.devices.iter().any(|other| other.name == device.name);
+            if is_new && !nics.iter().any(|(name, _)| *name == device.name) {
+                now.down.insert(device.name.clone());
             }
         }
         for reach in &now.reaches {

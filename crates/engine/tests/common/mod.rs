@@ -109,6 +109,15 @@ impl Rig {
         }
     }
 
+    /// Gives a host one more NIC, on a rail of its own.
+    pub(crate) fn add_nic(&mut self, host: usize) {
+        let Host { node, nics } = &mut self.hosts[host];
+        let rail = nics.len() as u8;
+        let address = address(rail, host as u8 + 1);
+        let options = NicOptions::ethernet(&format!("sim{rail}"), address);
+        nics.push(self.fabric.add_nic(*node, &options));
+    }
+
     /// Engines that start from now on meet in a store of this name, which nobody else has.
     pub(crate) fn meeting_in(self, store: &str) -> Self {
         Self {
@@ -214,7 +223,11 @@ impl Pair {
 
     /// With settings for the first engine.
     pub(crate) fn with_settings(rig: &Rig, settings: &[(&str, &str)]) -> Self {
-        let (own, peer) = (rig.start(0, "own", settings), rig.start(1, "peer", &[]));
+        Self::of(rig.start(0, "own", settings), rig.start(1, "peer", &[]))
+    }
+
+    /// Of engines that run.
+    pub(crate) fn of(own: Running, peer: Running) -> Self {
         let source = registered(&own.engine, LENGTH);
         let target = registered(&peer.engine, LENGTH);
         let segment = own.engine.open_segment(peer.engine.name());
@@ -263,6 +276,14 @@ impl Pair {
     /// Bytes that own NIC `rail` has moved.
     pub(crate) fn bytes(&self, rail: usize) -> u64 {
         self.rails(rail).iter().map(|rail| rail.bytes).sum()
+    }
+
+    /// Bytes that went from own NIC `rail` to the peer's NIC `peer_rail`.
+    pub(crate) fn bytes_to(&self, rail: usize, peer_rail: usize) -> u64 {
+        let peer = format!("@sim{peer_rail}");
+        let rails = self.rails(rail);
+        let found = rails.iter().find(|rail| rail.peer.ends_with(&peer));
+        found.map_or(0, |rail| rail.bytes)
     }
 
     /// Whether own NIC `rail` can be used.

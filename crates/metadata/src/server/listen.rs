@@ -6,11 +6,12 @@
 //! A body that does not end is bounded in `routes`, by the request's time.
 
 use std::io;
+use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
+use axum::{Extension, Router};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -19,6 +20,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 
 use super::ServerLimits;
+
+/// Who is at the other end of a request's connection.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Client(pub(super) SocketAddr);
 
 /// Pause after a connection could not be accepted: most often there are no file descriptors left,
 /// and trying at once would only burn the processor.
@@ -57,9 +62,10 @@ pub(super) async fn serve(
             () = &mut shutdown => break,
         };
         match accepted {
-            Ok((stream, _)) => {
+            Ok((stream, client)) => {
                 failing = false;
                 let (router, idle_max) = (router.clone(), limits.idle_max);
+                let router = router.layer(Extension(Client(client)));
                 let stopping = stopping.clone();
                 connections.spawn(async move {
                     let _place = place;

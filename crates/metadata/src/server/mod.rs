@@ -30,10 +30,12 @@ mod listen;
 mod routes;
 mod table;
 mod wire;
+mod writes;
 
 #[cfg(test)]
 mod tests;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -45,6 +47,7 @@ use crate::error::MetadataError;
 use crate::secret::Secret;
 use disk::{Disk, Room};
 use table::Table;
+use writes::WritesLog;
 
 /// Bounds of a server.
 #[derive(Clone, Debug)]
@@ -124,6 +127,9 @@ pub struct ServerOptions {
     pub data_dir: Option<PathBuf>,
     /// What clients must send as `Authorization: Bearer …`. C++ engines cannot.
     pub token: Option<Secret>,
+    /// Where every change of a record is written down, as a JSON object on a line: its time,
+    /// version, key, value, and who asked for it. Never a token or a lease.
+    pub writes_log: Option<PathBuf>,
     /// Bounds.
     pub limits: ServerLimits,
 }
@@ -140,6 +146,7 @@ struct Shared {
     state: Mutex<State>,
     /// Room for changes that wait for the disk, if there is one.
     room: Option<Room>,
+    writes: Option<WritesLog>,
     revision: watch::Sender<u64>,
     requests: tokio::sync::Semaphore,
     watches: tokio::sync::Semaphore,
@@ -183,6 +190,16 @@ impl MetadataServer {
             None => None,
             Some(dir) => Some(Disk::open(dir, &mut table, Instant::now())?),
         };
+        let writes = match &options.writes_log {
+            None => None,
+            Some(path) => {
+                let open = WritesLog::open(path).map_err(|error| MetadataError::Setting {
+                    name: "writes_log".into(),
+                    reason: format!("{}: {error}", path.display()),
+                });
+                Some(open?)
+            }
+        };
         let (revision, _) = watch::channel(table.revision());
         let shared = Arc::new(Shared {
             requests: tokio::sync::Semaphore::new(options.limits.requests_max),
@@ -198,6 +215,7 @@ impl MetadataServer {
                 .is_some()
                 .then(|| Room::new(options.limits.disk_queue_bytes_max)),
             state: Mutex::new(State { table, disk }),
+            writes,
             revision,
             options,
             counters: routes::Counters::default(),
@@ -248,10 +266,11 @@ impl Shared {
         self.room.is_some() && self.lock().disk.as_ref().is_none_or(Disk::has_failed)
     }
 
-    /// Runs one step on the table, which changes about so many bytes, and returns once its changes
-    /// are on disk.
+    /// Runs one step on the table, which `client` asked for and which changes about so many bytes,
+    /// and returns once its changes are on disk.
     async fn change<T>(
         &self,
+        client: Option<SocketAddr>,
         bytes: usize,
         step: impl FnOnce(&mut Table, Instant) -> T,
     ) -> Result<T, disk::DiskFailed> {
@@ -268,6 +287,9 @@ impl Shared {
             let outcome = step(table, Instant::now());
             let changes = table.take_changes();
             let revision = table.revision();
+            if let Some(writes) = &self.writes {
+                writes.note(&changes, client);
+            }
             let written = match (disk, room) {
                 (Some(disk), Some(room)) if !changes.is_empty() => Some(disk.write(changes, room)),
                 _ => None,
@@ -331,7 +353,7 @@ async fn expire_leases(shared: std::sync::Weak<Shared>) {
             let Some(shared) = shared.upgrade() else {
                 return;
             };
-            let over = shared.change(CHANGE_BYTES, |table, now| {
+            let over = shared.change(None, CHANGE_BYTES, |table, now| {
                 table.expire(now);
                 table
                     .next_expiry()

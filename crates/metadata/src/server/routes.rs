@@ -1,5 +1,6 @@
 //! The HTTP side of the server.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -7,7 +8,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody as _};
 use axum::extract::{RawQuery, Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{Extensions, HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -15,6 +16,7 @@ use futures::StreamExt as _;
 use percent_encoding::percent_decode_str;
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::listen::Client;
 use super::table::{Condition, Refusal, Since, Stored};
 use super::{CHANGE_BYTES, MetadataServer, disk, wire};
 
@@ -181,6 +183,11 @@ impl Query {
 
 fn bad_request(reason: &str) -> Rejection {
     Rejection::BadRequest(reason.to_owned())
+}
+
+/// Who asks, where the connection is one of our own listener's.
+fn client(extensions: &Extensions) -> Option<SocketAddr> {
+    extensions.get::<Client>().map(|client| client.0)
 }
 
 fn etag(version: u64) -> [(header::HeaderName, String); 1] {
@@ -367,6 +374,7 @@ async fn receive(server: &MetadataServer, body: Body) -> Result<Received, Reject
 async fn put(
     State(server): State<MetadataServer>,
     RawQuery(query): RawQuery,
+    extensions: Extensions,
     headers: HeaderMap,
     body: Body,
 ) -> Answer {
@@ -386,10 +394,14 @@ async fn put(
     let value = received.value.clone();
     let outcome = server
         .shared
-        .change(CHANGE_BYTES + value.len(), |table, now| {
-            table.expire(now);
-            table.put(key, value, condition, lease)
-        })
+        .change(
+            client(&extensions),
+            CHANGE_BYTES + value.len(),
+            |table, now| {
+                table.expire(now);
+                table.put(key, value, condition, lease)
+            },
+        )
         .await?;
     let version = outcome.map_err(|refusal| refuse(&server, refusal))?;
     Ok((etag(version), "metadata updated").into_response())
@@ -398,6 +410,7 @@ async fn put(
 async fn delete(
     State(server): State<MetadataServer>,
     RawQuery(query): RawQuery,
+    extensions: Extensions,
     headers: HeaderMap,
 ) -> Answer {
     count(&server.shared.counters.deletes);
@@ -406,7 +419,9 @@ async fn delete(
     let condition = condition(&headers)?;
     let outcome = server
         .shared
-        .change(CHANGE_BYTES, |table, _| table.delete(key, condition))
+        .change(client(&extensions), CHANGE_BYTES, |table, _| {
+            table.delete(key, condition)
+        })
         .await?;
     outcome.map_err(|refusal| refuse(&server, refusal))?;
     Ok("metadata deleted".into_response())
@@ -465,7 +480,7 @@ async fn grant(State(server): State<MetadataServer>, RawQuery(query): RawQuery) 
     let id = uuid::Uuid::now_v7().simple().to_string();
     let outcome = server
         .shared
-        .change(CHANGE_BYTES, |table, now| {
+        .change(None, CHANGE_BYTES, |table, now| {
             table.grant_lease(id.clone(), ttl, now)
         })
         .await?;
@@ -478,18 +493,24 @@ async fn keep_alive(State(server): State<MetadataServer>, RawQuery(query): RawQu
     let id = query.get("id").ok_or_else(|| bad_request("missing id"))?;
     let outcome = server
         .shared
-        .change(CHANGE_BYTES, |table, now| table.keep_alive(id, now))
+        .change(None, CHANGE_BYTES, |table, now| table.keep_alive(id, now))
         .await?;
     let ttl = outcome.map_err(|refusal| refuse(&server, refusal))?;
     Ok(json(wire::lease(id, ttl.as_millis() as u64).into()))
 }
 
-async fn end_lease(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
+async fn end_lease(
+    State(server): State<MetadataServer>,
+    RawQuery(query): RawQuery,
+    extensions: Extensions,
+) -> Answer {
     let query = Query::parse(query.as_deref())?;
     let id = query.get("id").ok_or_else(|| bad_request("missing id"))?;
     let outcome = server
         .shared
-        .change(CHANGE_BYTES, |table, _| table.end_lease(id))
+        .change(client(&extensions), CHANGE_BYTES, |table, _| {
+            table.end_lease(id)
+        })
         .await?;
     outcome.map_err(|refusal| refuse(&server, refusal))?;
     Ok("lease ended".into_response())

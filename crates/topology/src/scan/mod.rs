@@ -12,6 +12,8 @@ mod root;
 
 use std::path::Path;
 
+use rerail_verbs::GidEntry;
+
 pub use gpu::{Gpu, GpuVendor};
 pub use nic::{Nic, NicPort};
 pub(crate) use {
@@ -72,6 +74,22 @@ impl Scan {
             netdevs: netdevs::scan(&root),
             nodes: nodes(&root),
             warnings,
+        })
+    }
+
+    /// What is known of the interfaces that the rows of a device's GID table are of, read below
+    /// `root`, which stands for `/`. Nothing for a device that `sysfs` does not have, such as a
+    /// simulated one: its interfaces are not those of this machine.
+    pub fn netdevs_of(root: &Path, device: &str, rows: &[GidEntry]) -> Vec<NetdevFacts> {
+        let Ok(root) = Root::new(root) else {
+            return Vec::new();
+        };
+        if root.resolve(format!("{}/{device}", nic::CLASS)).is_none() {
+            return Vec::new();
+        }
+        netdevs::scan_some(&root, |facts| {
+            let mut netdevs = rows.iter().filter_map(|row| row.netdev.as_ref());
+            netdevs.any(|netdev| facts.is_of(netdev))
         })
     }
 

@@ -13,22 +13,28 @@ const PLAIN_TYPES: &[&str] = &["1", "32"];
 const TUNNEL_TYPES: &[&str] = &["768", "769", "776", "778", "823"];
 
 pub(super) fn scan(root: &Root) -> Vec<NetdevFacts> {
+    scan_some(root, |_| true)
+}
+
+/// The facts of the interfaces that are wanted, going by index and name.
+pub(super) fn scan_some(root: &Root, wanted: impl Fn(&NetdevFacts) -> bool) -> Vec<NetdevFacts> {
     let names = root.list(CLASS).unwrap_or_default();
     let mut addresses = addresses(root, &names);
-    names
-        .into_iter()
-        .map(|name| NetdevFacts {
-            index: root
-                .read(format!("{CLASS}/{name}/ifindex"))
-                .ok()
-                .and_then(|text| text.parse().ok())
-                .unwrap_or(0),
-            kind: kind(root, &name),
-            up: is_up(root, &name),
-            addresses: addresses.as_mut().and_then(|all| all.remove(&name)),
-            name,
-        })
-        .collect()
+    let facts = names.into_iter().map(|name| NetdevFacts {
+        index: root
+            .read(format!("{CLASS}/{name}/ifindex"))
+            .ok()
+            .and_then(|text| text.parse().ok())
+            .unwrap_or(0),
+        ..NetdevFacts::named(name)
+    });
+    let complete = |facts: NetdevFacts| NetdevFacts {
+        kind: kind(root, &facts.name),
+        up: is_up(root, &facts.name),
+        addresses: addresses.as_mut().and_then(|all| all.remove(&facts.name)),
+        ..facts
+    };
+    facts.filter(wanted).map(complete).collect()
 }
 
 fn kind(root: &Root, name: &str) -> NetdevKind {

@@ -16,7 +16,7 @@ use super::root::{AttributeDir, Root, pci_path};
 use crate::gid::{PortTable, UnreadableRow};
 use crate::{DeviceFilter, NetdevFacts, PciPath, Place};
 
-const CLASS: &str = "sys/class/infiniband";
+pub(super) const CLASS: &str = "sys/class/infiniband";
 const VERBS_CLASS: &str = "sys/class/infiniband_verbs";
 /// Most ports of a NIC that are looked at; verbs numbers them with 8 bits.
 const PORTS_MAX: usize = 255;

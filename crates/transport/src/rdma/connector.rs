@@ -18,6 +18,7 @@ use super::endpoint::{CLOSED, CloseCause, Endpoint, Input, Offer, Parties, is_sa
 use super::inbox::{EndpointKey, Inbox, Order};
 use super::keeper::{Binding, RailKeeper};
 use super::nic::Nic;
+use super::nics::{Nics, Seat};
 use super::opening::Opening;
 use super::paths::Paths;
 use super::rail::Rail;
@@ -73,8 +74,7 @@ struct Shared {
     config: RdmaConfig,
     clock: Clock,
     identity: Identity,
-    nics: Vec<Arc<Nic>>,
-    inboxes: Vec<Arc<Inbox>>,
+    nics: Nics,
     keeper: Arc<RailKeeper>,
     signaling: Arc<dyn Signaling>,
     runtime: runtime::Handle,
@@ -138,15 +138,13 @@ type Mailbox = mpsc::UnboundedSender<Mail>;
 type Answer = Result<Offer, String>;
 
 impl Connector {
-    /// No endpoints yet. `nics` and `inboxes` belong together by position; `keeper` is told what
-    /// becomes of the rails' connections.
+    /// No endpoints yet. `keeper` is told what becomes of the rails' connections.
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         config: RdmaConfig,
         clock: Clock,
         identity: Identity,
-        nics: Vec<Arc<Nic>>,
-        inboxes: Vec<Arc<Inbox>>,
+        nics: Nics,
         keeper: Arc<RailKeeper>,
         signaling: Arc<dyn Signaling>,
         runtime: runtime::Handle,
@@ -157,7 +155,6 @@ impl Connector {
                 clock,
                 identity,
                 nics,
-                inboxes,
                 keeper,
                 signaling,
                 runtime,
@@ -192,9 +189,10 @@ impl Connector {
     /// told under `binding`.
     pub(super) fn want(&self, rail: &Arc<Rail>, binding: Binding) {
         let local = rail.id().local.0;
-        let Some(nic) = self.shared.nics.get(local as usize) else {
+        let Some(seat) = self.shared.nics.seat(local as usize) else {
             return;
         };
+        let nic = &seat.nic;
         let mut table = self.table();
         let place = (local, rail.peer_nic().path.clone());
         let instance = rail.instance().map(str::to_owned);
@@ -221,7 +219,7 @@ impl Connector {
             peer_instance: instance,
             fallback: Some((rail.peer_nic().gid, rail.peer_nic().lid)),
         };
-        let mailbox = self.spawn(&mut table, nic, opening, parties);
+        let mailbox = self.spawn(&mut table, seat, opening, parties);
         rail.set_endpoint(table.last_key);
         // The task has only just been made: it is there.
         let _ = mailbox.send(Mail::Bind(Arc::clone(rail), binding));
@@ -266,11 +264,12 @@ impl Connector {
             let reason = format!("{:?} is no NIC path: it is server@device", offer.local_path);
             return refuse(&offer, answer, reason);
         }
-        let mut nics = self.shared.nics.iter();
-        let Some(nic) = nics.find(|nic| identity.path(nic) == offer.peer_path) else {
+        let mut seats = self.shared.nics.seats();
+        let Some(seat) = seats.find(|seat| identity.path(&seat.nic) == offer.peer_path) else {
             let reason = format!("there is no NIC {} here", offer.peer_path);
             return refuse(&offer, answer, reason);
         };
+        let nic = &seat.nic;
         let mut table = self.table();
         let place = (nic.index().0, offer.local_path.clone());
         let instance = offer.instance.clone();
@@ -333,7 +332,7 @@ impl Connector {
             peer_instance: offer.instance.clone(),
             fallback: None,
         };
-        let mailbox = self.spawn(&mut table, nic, opening, parties);
+        let mailbox = self.spawn(&mut table, seat, opening, parties);
         let key = table.last_key;
         table.half_open.insert(key, nic.index().0);
         let _ = mailbox.send(Mail::Request(offer, answer));
@@ -389,10 +388,11 @@ impl Connector {
     fn spawn(
         &self,
         table: &mut Table,
-        nic: &Arc<Nic>,
+        seat: &Seat,
         opening: Arc<Opening>,
         parties: Parties,
     ) -> Mailbox {
+        let nic = &seat.nic;
         table.last_key += 1;
         let key = table.last_key;
         let (mailbox, mail) = mpsc::unbounded_channel();
@@ -410,7 +410,7 @@ impl Connector {
             self.clone(),
             key,
             (Arc::clone(nic), opening),
-            Arc::clone(&self.shared.inboxes[nic.index().0 as usize]),
+            Arc::clone(&seat.inbox),
             parties.peer_path,
             machine,
             mailbox.clone(),

@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crossbeam::queue::ArrayQueue;
+
 use super::driver::{Activity, Driver};
 use super::inbox::Wake;
 use crate::TransportError;
@@ -67,11 +69,14 @@ impl Patience {
     }
 }
 
+/// Drivers that wait for a data thread to take them.
+const NEWCOMERS_MAX: usize = 64;
+
 /// A running data thread. Stops and is waited for when dropped.
-#[derive(Debug)]
 pub struct DataThread {
     stop: Arc<AtomicBool>,
     wake: Arc<Wake>,
+    newcomers: Arc<ArrayQueue<Driver>>,
     handle: Option<JoinHandle<()>>,
 }
 
@@ -85,17 +90,32 @@ impl DataThread {
     ) -> Result<Self, TransportError> {
         let stop = Arc::new(AtomicBool::new(false));
         let (stopped, woken) = (Arc::clone(&stop), Arc::clone(&wake));
+        let newcomers = Arc::new(ArrayQueue::new(NEWCOMERS_MAX));
+        let come = Arc::clone(&newcomers);
         let handle = std::thread::Builder::new()
             .name(format!("data-{name}"))
-            .spawn(move || run(drivers, &woken, &stopped, clock))
+            .spawn(move || run(drivers, &come, &woken, &stopped, clock))
             .map_err(|error| TransportError::Thread {
                 reason: error.to_string(),
             })?;
         Ok(Self {
             stop,
             wake,
+            newcomers,
             handle: Some(handle),
         })
+    }
+
+    /// What wakes it.
+    pub(super) fn wake(&self) -> &Arc<Wake> {
+        &self.wake
+    }
+
+    /// Has it serve one more driver, whose inbox wakes it. False if too many wait to be taken.
+    pub(super) fn add(&self, driver: Driver) -> bool {
+        let added = self.newcomers.push(driver).is_ok();
+        self.wake.wake();
+        added
     }
 }
 
@@ -111,11 +131,20 @@ impl Drop for DataThread {
     }
 }
 
-fn run(mut drivers: Vec<Driver>, wake: &Wake, stop: &AtomicBool, clock: Clock) {
+fn run(
+    mut drivers: Vec<Driver>,
+    newcomers: &ArrayQueue<Driver>,
+    wake: &Wake,
+    stop: &AtomicBool,
+    clock: Clock,
+) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let patience = Patience::for_cores(cores);
     let mut quiet: u32 = 0;
     while !stop.load(Ordering::Acquire) {
+        while let Some(driver) = newcomers.pop() {
+            drivers.push(driver);
+        }
         let now = clock.now();
         let steps = drivers.iter_mut().map(|driver| driver.step(now));
         match steps.max().unwrap_or(Activity::Idle) {
@@ -131,8 +160,11 @@ fn run(mut drivers: Vec<Driver>, wake: &Wake, stop: &AtomicBool, clock: Clock) {
             Activity::Waiting => std::thread::sleep(NAP),
             Activity::Idle => {
                 quiet = 0;
-                let is_idle =
-                    || drivers.iter().all(Driver::is_inbox_empty) && !stop.load(Ordering::Acquire);
+                let is_idle = || {
+                    drivers.iter().all(Driver::is_inbox_empty)
+                        && newcomers.is_empty()
+                        && !stop.load(Ordering::Acquire)
+                };
                 wake.park(PARK_LIMIT, is_idle);
             }
         }

@@ -24,6 +24,7 @@ use super::data_thread::Clock;
 use super::endpoint::{CloseCause, is_same};
 use super::events::RailChange;
 use super::nic::{Nic, PortFacts};
+use super::nics::Nics;
 use super::rail::{Peer, PeerNic, Rail};
 use crate::machine::ids::{LocalNic, PeerId, RailId};
 use crate::machine::rail::{
@@ -80,7 +81,7 @@ pub(super) enum Command {
 #[derive(Debug)]
 pub struct RailKeeper {
     clock: Clock,
-    nics: Vec<Arc<Nic>>,
+    nics: Nics,
     book: Mutex<Book>,
     touched: Notify,
 }
@@ -107,10 +108,10 @@ struct Entry {
 
 impl RailKeeper {
     /// No rails yet; the gates of `nics` are as they are. `seed` decides the jitter of back-offs.
-    pub fn new(clock: Clock, nics: Vec<Arc<Nic>>, config: RailConfig, seed: u64) -> Self {
+    pub fn new(clock: Clock, nics: Nics, config: RailConfig, seed: u64) -> Self {
         let now = clock.now();
         let mut machine = Rails::new(config, seed);
-        for nic in &nics {
+        for nic in nics.iter() {
             let local = nic.index();
             let endpoints_kept = false;
             let gate = if nic.is_gate_open() {
@@ -163,12 +164,57 @@ impl RailKeeper {
     pub(super) fn local_gate(&self, local: LocalNic, gate: LocalGate) {
         let mut book = self.book();
         if let LocalGate::Open { .. } = gate
-            && let Some(nic) = self.nics.get(local.0 as usize)
+            && let Some(nic) = self.nics.at(local)
         {
             // It may have come back with another address, or another speed.
             book.declare_again(self.clock.now(), nic);
         }
         book.apply(self.clock.now(), Input::LocalGate { local, gate });
+        drop(book);
+        self.touched.notify_one();
+    }
+
+    /// There is one more local NIC, whose gate is closed.
+    pub(super) fn nic_added(&self, local: LocalNic) {
+        let now = self.clock.now();
+        let mut book = self.book();
+        let gate = LocalGate::Closed;
+        book.apply(now, Input::LocalGate { local, gate });
+        let peers: Vec<_> = book.peers.values().filter_map(Weak::upgrade).collect();
+        let names = self.nics.names();
+        for peer in peers {
+            // Those that are not known here are completed when they are declared.
+            let new = peer.grow(&names, &[]);
+            book.declare_rails(now, &new, &self.nics);
+        }
+        drop(book);
+        self.touched.notify_one();
+    }
+
+    /// A peer has these NICs now, the first of which it had before; of the new ones those of `down`
+    /// are withdrawn.
+    pub(super) fn peer_grown(&self, peer: &Arc<Peer>, nics: &[PeerNic], down: &[u32]) {
+        let now = self.clock.now();
+        let mut book = self.book();
+        let new = peer.grow(&self.nics.names(), nics);
+        if new.is_empty() || !book.peers.contains_key(&peer.id()) {
+            return;
+        }
+        book.declare_rails(now, &new, &self.nics);
+        for nic in down {
+            let (peer, nic) = (peer.id(), *nic);
+            let nic = ids::PeerNic { peer, nic };
+            book.apply(now, Input::PeerNicGate { nic, up: false });
+        }
+        // Each local NIC has a rail to another one already, and so would not ask for these: the two
+        // at one position belong together.
+        let locals = self.nics.len().max(1);
+        for rail in &new {
+            let (local, at) = (rail.id().local.0 as usize, rail.peer_nic().index as usize);
+            if at % locals == local && !rail.set_wanted(true) {
+                book.apply(now, Input::Wanted { rail: rail.id() });
+            }
+        }
         drop(book);
         self.touched.notify_one();
     }
@@ -472,11 +518,17 @@ impl Book {
         }));
     }
 
-    fn declare(&mut self, now: Time, peer: &Arc<Peer>, nics: &[Arc<Nic>]) {
+    fn declare(&mut self, now: Time, peer: &Arc<Peer>, nics: &Nics) {
         self.peers.insert(peer.id(), Arc::downgrade(peer));
-        for rail in peer.rails() {
+        // NICs may have been added since its rails were made.
+        peer.grow(&nics.names(), &[]);
+        self.declare_rails(now, &peer.rails(), nics);
+    }
+
+    fn declare_rails(&mut self, now: Time, rails: &[Arc<Rail>], nics: &Nics) {
+        for rail in rails {
             let id = rail.id();
-            let Some(nic) = nics.get(id.local.0 as usize) else {
+            let Some(nic) = nics.at(id.local) else {
                 continue;
             };
             let entry = Entry {
@@ -553,7 +605,7 @@ impl Book {
             if is_busy || now.saturating_since(peer.used_at()) < IDLE_AFTER {
                 continue;
             }
-            for rail in peer.rails() {
+            for rail in peer.rails().iter() {
                 if rail.is_wanted() && !rail.is_proved() {
                     rail.set_wanted(false);
                     self.apply(now, Input::Unwanted { rail: rail.id() });

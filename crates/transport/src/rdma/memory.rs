@@ -1,13 +1,34 @@
 //! Memory that is registered with every NIC.
+//!
+//! Registering is slow and may hang, so that nothing here is locked while a device works: memory
+//! is listed first, and then registered with the devices that are open; a device that is opened,
+//! the first time or again, registers what is listed. Whichever of the two comes second sees the
+//! other. A region is entered on the control thread that made it, so that one that comes after its
+//! memory was given up is destroyed there, before a barrier that is submitted later is passed.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
-use rerail_verbs::{AccessFlags, HostMemory, MemoryRegion};
+use rerail_verbs::{AccessFlags, ControlThread, HostMemory, MemoryRegion, Pending, VerbsError};
 
 use super::nic::Nic;
-use super::opening::Opening;
+use super::nics::{NICS_MAX, Nics};
+use super::opening::{Opening, REGISTER_MAX};
 use super::slice::{Keys, Piece};
 use crate::TransportError;
+
+/// How often whoever waits for a registration looks whether its device is alive.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// How long a verb may run that has not said that it takes longer.
+const VERB_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long a device may work on a registration after its time for it is over.
+const HUNG_LIMIT: Duration = Duration::from_secs(3);
+
+/// How often a device that is opened looks for memory that was listed meanwhile.
+const PASSES_MAX: usize = 1_000;
 
 /// A part of host memory, registered on all NICs, in chunks that no device finds too long.
 ///
@@ -23,6 +44,8 @@ struct Inner {
     memory: HostMemory,
     access: AccessFlags,
     chunks: Vec<Chunk>,
+    // Last: it tells that the regions are on their way to be destroyed.
+    trace: Trace,
 }
 
 /// A chunk: one region on each NIC.
@@ -31,7 +54,15 @@ struct Chunk {
     offset: usize,
     length: usize,
     lkeys: Arc<Keys>,
-    regions: Mutex<Vec<Option<MemoryRegion>>>,
+    /// By NIC; shorter than there are NICs where the last have none.
+    regions: Mutex<Vec<Option<Held>>>,
+}
+
+/// A region, and the opening of its NIC's device that it was made with.
+#[derive(Debug)]
+struct Held {
+    opening: u32,
+    region: MemoryRegion,
 }
 
 /// A chunk as it is published: address, length, and keys by NIC. A NIC that is dead has the key 0,
@@ -42,56 +73,25 @@ pub struct ChunkKeys {
     pub addr: u64,
     /// Bytes.
     pub length: u64,
-    /// Keys for peers, one a NIC.
+    /// Keys for peers, one a NIC. NICs behind the last of them have none.
     pub rkeys: Vec<u32>,
     /// Keys for own work requests, one a NIC.
     pub lkeys: Vec<u32>,
 }
 
-impl RegisteredMemory {
-    /// Registers all of `memory` on every NIC whose device is alive, or on none (report R03):
-    /// after an error whatever was registered is deregistered again. Blocks.
-    fn register(
-        nics: &[Arc<Nic>],
-        memory: &HostMemory,
-        access: AccessFlags,
-        mr_bytes_max: u64,
-    ) -> Result<Self, TransportError> {
-        let limits = nics.iter().map(|nic| nic.attr().max_mr_bytes);
-        let chunk_max = limits.fold(mr_bytes_max, u64::min).max(1);
-        let chunk_max = usize::try_from(chunk_max).unwrap_or(usize::MAX);
-        let mut chunks = Vec::new();
-        let mut offset = 0;
-        while offset < memory.length() {
-            let length = chunk_max.min(memory.length() - offset);
-            let register = |nic: &Arc<Nic>| match nic.opening() {
-                None => Ok(None),
-                Some(opening) => opening.register(memory, offset, length, access).map(Some),
-            };
-            let regions = nics.iter().map(register).collect::<Result<Vec<_>, _>>()?;
-            let lkeys = regions
-                .iter()
-                .map(|region| region.as_ref().map(MemoryRegion::lkey));
-            chunks.push(Chunk {
-                offset,
-                length,
-                lkeys: Keys::new(lkeys),
-                regions: Mutex::new(regions),
-            });
-            offset += length;
-        }
-        Ok(Self {
-            inner: Arc::new(Inner {
-                memory: memory.clone(),
-                access,
-                chunks,
-            }),
-        })
-    }
+/// A registration that came to nothing.
+#[derive(Debug)]
+pub struct NotRegistered {
+    /// Why.
+    pub error: TransportError,
+    /// Which devices may hold the memory still: those that have not answered.
+    pub holders: Holders,
+}
 
+impl RegisteredMemory {
     /// Tells when nothing holds the registration any more.
     pub fn holders(&self) -> Holders {
-        Holders(Arc::downgrade(&self.inner))
+        self.inner.holders()
     }
 
     /// The memory.
@@ -117,7 +117,7 @@ impl RegisteredMemory {
             let all = |key: fn(&MemoryRegion) -> u32| {
                 let regions = regions.iter();
                 regions
-                    .map(|region| region.as_ref().map_or(0, key))
+                    .map(|held| held.as_ref().map_or(0, |held| key(&held.region)))
                     .collect()
             };
             ChunkKeys {
@@ -132,98 +132,396 @@ impl RegisteredMemory {
 }
 
 impl Inner {
-    /// Lets go of all regions on a NIC whose device is dead.
-    fn release(&self, nic: usize) {
-        for chunk in &self.chunks {
-            chunk.lkeys.set(nic, None);
-            // Destroyed by the dead context's own control thread, whenever that comes to it.
-            drop(chunk.lock().get_mut(nic).and_then(Option::take));
+    fn new(memory: &HostMemory, access: AccessFlags, chunk_max: usize, nics: usize) -> Self {
+        let mut chunks = Vec::new();
+        let mut offset = 0;
+        while offset < memory.length() {
+            let length = chunk_max.min(memory.length() - offset);
+            chunks.push(Chunk {
+                offset,
+                length,
+                lkeys: Keys::with_room(NICS_MAX),
+                regions: Mutex::new((0..nics).map(|_| None).collect()),
+            });
+            offset += length;
+        }
+        Self {
+            memory: memory.clone(),
+            access,
+            chunks,
+            trace: Trace::default(),
         }
     }
 
-    /// Registers everything with a device that is open again. Blocks.
-    fn register_again(&self, nic: usize, opening: &Opening) -> Result<(), TransportError> {
+    fn holders(&self) -> Holders {
+        Holders(Arc::clone(&self.trace.0))
+    }
+
+    /// Has a chunk registered with an opening, which enters the region when it comes.
+    fn ask(
+        self: &Arc<Self>,
+        chunk: usize,
+        nic: &Arc<Nic>,
+        opening: &Opening,
+    ) -> Result<Asked, VerbsError> {
+        // First, so that nobody overlooks it.
+        self.trace.0.asked(nic.name(), opening);
+        let Chunk { offset, length, .. } = self.chunks[chunk];
+        let (weak, for_nic) = (Arc::downgrade(self), Arc::clone(nic));
+        let number = opening.number();
+        let enter = move |region| {
+            // Without a taker it is destroyed after this job.
+            if let Some(inner) = weak.upgrade() {
+                inner.chunks[chunk].enter(&for_nic, number, region);
+            }
+        };
+        let pending = opening.register((&self.memory, offset, length), self.access, enter)?;
+        Ok(Asked {
+            nic: Arc::clone(nic),
+            opening: number,
+            control: opening.context().control().clone(),
+            pending,
+        })
+    }
+
+    /// Lets go of the regions on a NIC that were made before its opening `current`.
+    fn release(&self, nic: usize, current: u32) {
         for chunk in &self.chunks {
-            let region = opening.register(&self.memory, chunk.offset, chunk.length, self.access)?;
-            chunk.lkeys.set(nic, Some(region.lkey()));
-            if let Some(slot) = chunk.lock().get_mut(nic) {
-                *slot = Some(region);
+            chunk.withdraw(nic, |opening| opening < current);
+        }
+    }
+
+    /// Whether all of it is registered with an opening of a NIC.
+    fn is_with(&self, nic: usize, opening: u32) -> bool {
+        let mut chunks = self.chunks.iter();
+        chunks.all(|chunk| {
+            let regions = chunk.lock();
+            let held = regions.get(nic).and_then(Option::as_ref);
+            held.is_some_and(|held| held.opening == opening)
+        })
+    }
+}
+
+/// A registration that a device works on.
+struct Asked {
+    nic: Arc<Nic>,
+    opening: u32,
+    control: ControlThread,
+    pending: Pending<Result<(), VerbsError>>,
+}
+
+impl Asked {
+    /// Waits for its end. The death of a device in use is no failure: it registers everything when
+    /// it is opened again.
+    fn wait(&self) -> Result<(), TransportError> {
+        let begin = Instant::now();
+        let mut hung_since = None;
+        loop {
+            let result = match self.pending.wait_timeout(LOOK_EVERY) {
+                Ok(result) => result,
+                Err(error) => Err(error),
+            };
+            let Err(error) = result else {
+                return Ok(());
+            };
+            if self.nic.openings() > self.opening {
+                tracing::warn!(
+                    nic = self.nic.name(),
+                    "died while memory was registered with it"
+                );
+                return Ok(());
+            }
+            if !self.control.is_overdue(VERB_LIMIT) {
+                hung_since = None;
+            }
+            // Whoever watches a device in use gives it up first.
+            let hung_since = hung_since.get_or_insert_with(Instant::now);
+            let is_late = begin.elapsed() > REGISTER_MAX || hung_since.elapsed() > HUNG_LIMIT;
+            if !matches!(error, VerbsError::NoAnswer { .. }) || is_late {
+                return Err(error.into());
             }
         }
-        Ok(())
     }
 }
 
 impl Chunk {
-    fn lock(&self) -> MutexGuard<'_, Vec<Option<MemoryRegion>>> {
+    /// Takes a region in, unless its opening is over, or a later one has been here.
+    fn enter(&self, nic: &Nic, opening: u32, region: MemoryRegion) {
+        let position = nic.index().0 as usize;
+        let mut regions = self.lock();
+        if regions.len() <= position {
+            regions.resize_with(position + 1, || None);
+        }
+        let slot = &mut regions[position];
+        // Whoever lets go of an opening says so first, and then looks here.
+        let is_over = nic.openings() > opening;
+        if is_over || slot.as_ref().is_some_and(|held| held.opening > opening) {
+            return;
+        }
+        self.lkeys.set(position, Some(region.lkey()));
+        // What it takes the place of is of an opening that came to nothing.
+        *slot = Some(Held { opening, region });
+    }
+
+    /// Lets go of the region on a NIC if its opening is `unwanted`.
+    fn withdraw(&self, nic: usize, unwanted: impl Fn(u32) -> bool) {
+        let mut regions = self.lock();
+        let Some(slot) = regions.get_mut(nic) else {
+            return;
+        };
+        if slot.as_ref().is_some_and(|held| unwanted(held.opening)) {
+            self.lkeys.set(nic, None);
+            // Destroyed by its own context's control thread, whenever that comes to it.
+            *slot = None;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Option<Held>>> {
         // A list of handles is whole whatever panicked.
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Tells when the regions of a registration are on their way to be destroyed.
-#[derive(Clone, Debug)]
-pub struct Holders(Weak<Inner>);
+/// What outlives a registration: who was asked to hold it.
+#[derive(Debug, Default)]
+struct Trace(Arc<Holding>);
 
-impl Holders {
-    /// True once nothing holds it: its regions were handed to the control threads.
-    pub fn are_gone(&self) -> bool {
-        self.0.strong_count() == 0
+impl Drop for Trace {
+    fn drop(&mut self) {
+        self.0.gone.store(true, Ordering::Release);
     }
 }
 
-/// All that is registered, so that it can be registered again with a device that died.
+#[derive(Debug, Default)]
+struct Holding {
+    /// The registration is gone: its regions were handed to the control threads.
+    gone: AtomicBool,
+    devices: Mutex<Vec<Holder>>,
+}
+
+#[derive(Debug)]
+struct Holder {
+    nic: String,
+    opening: u32,
+    control: ControlThread,
+    /// A job behind the destruction of all regions, once one was submitted.
+    barrier: Option<Pending<()>>,
+}
+
+impl Holding {
+    fn asked(&self, nic: &str, opening: &Opening) {
+        let number = opening.number();
+        let mut devices = self.lock();
+        devices.retain(|holder| !holder.control.is_closed());
+        let mut known = devices.iter();
+        if !known.any(|holder| (holder.nic.as_str(), holder.opening) == (nic, number)) {
+            devices.push(Holder {
+                nic: nic.to_owned(),
+                opening: number,
+                control: opening.context().control().clone(),
+                barrier: None,
+            });
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Holder>> {
+        // A list of handles is whole whatever panicked.
+        self.devices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Which devices hold a registration that was given up. A device that hangs holds it until it
+/// answers or is closed; what was not registered with it is not concerned.
+#[derive(Clone, Debug)]
+pub struct Holders(Arc<Holding>);
+
+/// Nobody holds it.
+impl Default for Holders {
+    fn default() -> Self {
+        Self(Arc::new(Holding {
+            gone: AtomicBool::new(true),
+            devices: Mutex::default(),
+        }))
+    }
+}
+
+impl Holders {
+    /// Waits until no device holds it any more, at most `limit`, after its last clone was dropped.
+    ///
+    /// # Errors
+    ///
+    /// The names of the NICs whose devices have not let go of it. It can be asked again.
+    pub fn wait_gone(&self, limit: Duration) -> Result<(), Vec<String>> {
+        let begin = Instant::now();
+        let left = || limit.saturating_sub(begin.elapsed());
+        while !self.0.gone.load(Ordering::Acquire) {
+            if left().is_zero() {
+                return Err(self
+                    .0
+                    .lock()
+                    .iter()
+                    .map(|holder| holder.nic.clone())
+                    .collect());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut devices = self.0.lock();
+        // All at once, since devices work side by side.
+        for holder in devices.iter_mut().filter(|holder| holder.barrier.is_none()) {
+            // One that takes no job now is asked again the next time.
+            holder.barrier = holder.control.submit(|| ()).ok();
+        }
+        devices.retain(|holder| {
+            if holder.control.is_closed() {
+                return false;
+            }
+            match holder
+                .barrier
+                .as_ref()
+                .map(|barrier| barrier.wait_timeout(left()))
+            {
+                Some(Ok(())) => false,
+                // A device is closed once everything of it is gone.
+                Some(Err(VerbsError::JobLost { .. } | VerbsError::ControlClosed { .. })) => false,
+                Some(Err(_)) | None => true,
+            }
+        });
+        if devices.is_empty() {
+            return Ok(());
+        }
+        Err(devices.iter().map(|holder| holder.nic.clone()).collect())
+    }
+}
+
+/// All that is registered, so that it can be registered with a device that is opened later.
 #[derive(Debug, Default)]
 pub(super) struct Registrations {
-    /// Held by whoever registers, for all the time that it takes.
+    /// Never held while a device works.
     all: Mutex<Vec<Weak<Inner>>>,
 }
 
 impl Registrations {
-    /// Registers memory, and remembers it for as long as it is registered. Blocks.
+    /// Registers all of `memory` on every NIC whose device is alive, or on none (report R03), and
+    /// remembers it for as long as it is registered. Blocks.
     pub(super) fn register(
         &self,
-        nics: &[Arc<Nic>],
+        nics: &Nics,
         memory: &HostMemory,
         access: AccessFlags,
         mr_bytes_max: u64,
-    ) -> Result<RegisteredMemory, TransportError> {
-        // A device that dies or comes back meanwhile waits, so that it misses no registration.
+    ) -> Result<RegisteredMemory, NotRegistered> {
+        let limits = nics.iter().map(|nic| nic.attr().max_mr_bytes);
+        let chunk_max = limits.fold(mr_bytes_max, u64::min).max(1);
+        let chunk_max = usize::try_from(chunk_max).unwrap_or(usize::MAX);
+        let inner = Arc::new(Inner::new(memory, access, chunk_max, nics.len()));
         let mut all = self.lock();
-        let registered = RegisteredMemory::register(nics, memory, access, mr_bytes_max)?;
         all.retain(|other| other.strong_count() > 0);
-        all.push(Arc::downgrade(&registered.inner));
-        Ok(registered)
+        all.push(Arc::downgrade(&inner));
+        // A device that is installed after this finds the memory in the list.
+        let open = |nic: &Arc<Nic>| Some((Arc::clone(nic), nic.opening()?));
+        let openings: Vec<_> = nics.iter().filter_map(open).collect();
+        drop(all);
+        let register = |chunk| {
+            let ask = |(nic, opening): &(Arc<Nic>, Arc<Opening>)| {
+                if nic.openings() > opening.number() {
+                    return Ok(None);
+                }
+                inner.ask(chunk, nic, opening).map(Some)
+            };
+            // On all devices at once.
+            let asked = openings.iter().map(ask).collect::<Result<Vec<_>, _>>()?;
+            asked.iter().flatten().try_for_each(Asked::wait)
+        };
+        match (0..inner.chunks.len()).try_for_each(register) {
+            Ok(()) => Ok(RegisteredMemory { inner }),
+            Err(error) => {
+                let holders = inner.holders();
+                Err(NotRegistered { error, holders })
+            }
+        }
     }
 
-    /// Lets go of all regions on a NIC whose device is dead. Blocks while something is registered.
+    /// Lets go of all regions on a NIC whose device is dead. Never blocks.
     pub(super) fn release(&self, nic: &Nic) {
-        let all = self.lock();
-        if nic.opening().is_some() {
-            // It was opened again meanwhile, under the same lock: these are its new regions.
-            return;
-        }
-        for memory in all.iter().filter_map(Weak::upgrade) {
-            memory.release(nic.index().0 as usize);
+        let current = nic.openings();
+        for memory in self.listed() {
+            memory.release(nic.index().0 as usize, current);
         }
     }
 
-    /// Registers everything with a device that is open again, and takes the device in. Blocks.
-    pub(super) fn register_again(
+    /// Registers everything with a device that was opened, and then has it `taken` in: from then on
+    /// whatever is registered is registered with it. Blocks.
+    pub(super) fn register_all(
         &self,
-        nic: &Nic,
-        opening: Arc<Opening>,
+        nic: &Arc<Nic>,
+        opening: &Opening,
+        taken: impl FnOnce() -> Result<(), TransportError>,
     ) -> Result<(), TransportError> {
-        let all = self.lock();
-        for memory in all.iter().filter_map(Weak::upgrade) {
-            memory.register_again(nic.index().0 as usize, &opening)?;
+        let position = nic.index().0 as usize;
+        let registered = self.complete(nic, opening, taken);
+        if registered.is_err() {
+            for memory in self.listed() {
+                for chunk in &memory.chunks {
+                    chunk.withdraw(position, |number| number == opening.number());
+                }
+            }
         }
-        nic.install(opening);
-        Ok(())
+        registered
+    }
+
+    fn complete(
+        &self,
+        nic: &Arc<Nic>,
+        opening: &Opening,
+        taken: impl FnOnce() -> Result<(), TransportError>,
+    ) -> Result<(), TransportError> {
+        let position = nic.index().0 as usize;
+        for _ in 0..PASSES_MAX {
+            let all = self.lock();
+            let lacking = all.iter().filter(|memory| {
+                let memory = memory.upgrade();
+                memory.is_some_and(|memory| !memory.is_with(position, opening.number()))
+            });
+            let lacking: Vec<_> = lacking.cloned().collect();
+            if lacking.is_empty() {
+                // Under the lock: memory that is listed after this finds the device open.
+                return taken();
+            }
+            drop(all);
+            for memory in lacking {
+                register_one(&memory, nic, opening)?;
+            }
+        }
+        Err(TransportError::Device {
+            device: nic.device().to_owned(),
+            reason: "memory is registered faster than it can take it in".into(),
+        })
+    }
+
+    fn listed(&self) -> Vec<Arc<Inner>> {
+        self.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Weak<Inner>>> {
         // A list of handles is whole whatever panicked.
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Registers one memory with a device that was opened, if it is registered still. Does not hold it
+/// while the device works.
+fn register_one(
+    memory: &Weak<Inner>,
+    nic: &Arc<Nic>,
+    opening: &Opening,
+) -> Result<(), TransportError> {
+    let mut chunk = 0;
+    loop {
+        let asked = match memory.upgrade() {
+            Some(inner) if chunk < inner.chunks.len() => inner.ask(chunk, nic, opening)?,
+            _ => return Ok(()),
+        };
+        asked.wait()?;
+        chunk += 1;
     }
 }

@@ -16,6 +16,7 @@
 //! | [`signaling`] | how Connection messages reach a peer |
 //! | [`events`] | what the engine is told of the rails, and asked |
 //! | [`watch`] | events and readings of the own ports, and what follows from them |
+//! | [`nics`] | the own NICs: a list that only grows |
 //! | [`nic`], [`opening`], [`memory`], [`config`] | ports, open devices, registered memory, settings |
 //! | [`near`] | which NICs are near which memory |
 //!
@@ -30,6 +31,7 @@
 pub mod config;
 pub mod connector;
 pub mod data_thread;
+mod data_threads;
 pub mod driver;
 pub mod endpoint;
 pub mod events;
@@ -39,6 +41,7 @@ mod link;
 pub mod memory;
 pub mod near;
 pub mod nic;
+pub mod nics;
 mod open;
 pub mod opening;
 mod pairs;
@@ -61,6 +64,7 @@ pub use endpoint::Offer;
 pub use events::{RailChange, RdmaEvents};
 pub use memory::RegisteredMemory;
 pub use near::NicSet;
+pub use nics::Nics;
 pub use rail::{Peer, PeerNic, PeerSpec};
 pub use signaling::{Boxed, SignalError, Signaling};
 pub use slice::{Piece, Slicing, Span};

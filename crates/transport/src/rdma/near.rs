@@ -12,6 +12,16 @@ impl NicSet {
     /// All NICs: nothing is known, or all are equally near.
     pub const ALL: Self = Self(u64::MAX);
 
+    /// The set as bits, for an atomic.
+    pub fn to_bits(self) -> u64 {
+        self.0
+    }
+
+    /// The set of these [bits](Self::to_bits).
+    pub fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
     /// Whether the NIC at a position is in it.
     pub fn contains(self, position: usize) -> bool {
         position >= POSITIONS || self.0 & (1 << position) != 0

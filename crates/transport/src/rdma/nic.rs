@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use rerail_topology::gid::{Hysteresis, HysteresisTimes, PortTable, Selection, rank};
-use rerail_verbs::{Context, ControlThread, Device, DeviceAttr, Gid, LinkLayer, Mtu};
+use rerail_verbs::{Context, ControlThread, Device, DeviceAttr, DeviceList, Gid, LinkLayer, Mtu};
 
 use super::config::RdmaConfig;
 use super::opening::Opening;
@@ -20,6 +20,12 @@ use crate::machine::observer;
 
 /// How long any other verb may take at start.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a verb may take before its thread counts as one that hangs.
+const HUNG_AFTER: Duration = Duration::from_secs(1);
+
+/// Openings of a device that may hang.
+const HUNG_MAX: usize = 2;
 
 /// MTU of a port whose own is not known: every device carries it.
 const MTU_UNKNOWN: Mtu = Mtu::Mtu1024;
@@ -97,6 +103,8 @@ pub struct Nic {
     opening: ArcSwapOption<Opening>,
     /// Number of the opening, one more while there is none: what a data thread looks at.
     openings: AtomicU32,
+    /// The last number that an opening was given: none has that of another, though it failed.
+    numbered: AtomicU32,
     /// Control threads of this opening and of earlier ones that are not closed yet.
     controls: Mutex<Vec<ControlThread>>,
 }
@@ -119,7 +127,7 @@ impl Nic {
         config: &RdmaConfig,
         wish: PortWish,
     ) -> Result<Self, TransportError> {
-        let opening = Opening::new(device, 0, config)?;
+        let opening = Opening::new(device, 0, config, |_| ())?;
         let (context, for_job) = (opening.context().clone(), config.clone());
         let max_msg_bytes = Arc::new(AtomicU32::new(u32::MAX));
         let longest = Arc::clone(&max_msg_bytes);
@@ -153,6 +161,7 @@ impl Nic {
             controls: Mutex::new(vec![opening.context().control().clone()]),
             opening: ArcSwapOption::from_pointee(opening),
             openings: AtomicU32::new(0),
+            numbered: AtomicU32::new(0),
         })
     }
 
@@ -208,12 +217,22 @@ impl Nic {
         self.openings.load(Ordering::Acquire)
     }
 
-    /// Control threads of this opening and of earlier ones that are not closed yet: what was
-    /// registered before is deregistered once each has run a job that is submitted now.
-    pub fn controls(&self) -> Vec<ControlThread> {
+    /// Refuses to open a device again whose earlier openings do not close: each has a thread that
+    /// hangs in the device, and there must not be ever more of them.
+    fn check_hung(&self) -> Result<(), TransportError> {
         let mut controls = self.lock_controls();
         controls.retain(|control| !control.is_closed());
-        controls.clone()
+        let hung = controls.iter();
+        let hung = hung
+            .filter(|control| control.is_overdue(HUNG_AFTER))
+            .count();
+        if hung >= HUNG_MAX {
+            return Err(TransportError::Device {
+                device: self.device().to_owned(),
+                reason: format!("{hung} threads hang in it since it was opened before"),
+            });
+        }
+        Ok(())
     }
 
     /// Lets go of the device without waiting for it: it closes once the last of what was made of
@@ -224,18 +243,25 @@ impl Nic {
         }
     }
 
+    /// The devices of the machine as they are now.
+    pub(super) fn relist(&self) -> Result<DeviceList, TransportError> {
+        Ok(self.device.relist()?)
+    }
+
     /// Opens the device again. Blocks. Nothing uses it before it is [installed](Self::install).
     pub(super) fn reopen(&self, config: &RdmaConfig) -> Result<Arc<Opening>, TransportError> {
         // A device that was pulled out and put back is another one, of the same name.
-        let devices = self.device.relist()?;
+        let devices = self.relist()?;
         let device = devices.find(self.device.name());
         let device = device.ok_or_else(|| TransportError::UnknownDevice {
             device: self.device().to_owned(),
             available: devices.to_string(),
         })?;
-        let opening = Opening::new(device, self.openings() + 1, config)?;
-        self.lock_controls()
-            .push(opening.context().control().clone());
+        self.check_hung()?;
+        // Each leaves room for the number of its end.
+        let number = self.numbered.fetch_add(2, Ordering::AcqRel) + 2;
+        let opened = |control: &ControlThread| self.lock_controls().push(control.clone());
+        let opening = Opening::new(device, number, config, opened)?;
         Ok(Arc::new(opening))
     }
 

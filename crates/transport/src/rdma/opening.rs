@@ -3,15 +3,21 @@
 use std::time::Duration;
 
 use rerail_verbs::{
-    AccessFlags, CompletionQueue, Context, Device, DeviceAttr, HostMemory, MemoryRegion,
-    ProtectionDomain, VerbsError,
+    AccessFlags, CompletionQueue, Context, ControlThread, Device, DeviceAttr, HostMemory,
+    MemoryRegion, Pending, ProtectionDomain, VerbsError,
 };
 
 use super::config::RdmaConfig;
 use crate::TransportError;
 
-/// How long registering memory may take: pinning a terabyte takes minutes.
-const REGISTER_LIMIT: Duration = Duration::from_secs(600);
+/// How long registering memory may take whatever its size: pinning a terabyte takes minutes.
+pub(super) const REGISTER_MAX: Duration = Duration::from_secs(600);
+
+/// How long registering the smallest memory may take.
+const REGISTER_MIN: Duration = Duration::from_secs(5);
+
+/// Bytes that even a slow machine pins in a second, pages that are touched first included.
+const PINNED_BYTES_PER_S_MIN: u64 = 64 << 20;
 
 /// How long opening a device may take, and each verb after it.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
@@ -34,22 +40,25 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// Opens `device` for the `number`th time. Blocks; verbs run on the context's control thread.
+    /// Opens `device` as number `number` of its openings, and says at once on which thread.
+    /// Blocks; verbs run on the context's control thread.
     pub(super) fn new(
         device: &Device,
         number: u32,
         config: &RdmaConfig,
+        opened: impl FnOnce(&ControlThread),
     ) -> Result<Self, TransportError> {
         let context = device.open()?;
-        let opened = context.clone();
+        opened(context.control());
+        let for_job = context.clone();
         let cqe_max = config.cqe_max;
         let pending = context.control().submit(move || {
-            let attr = opened.device_attr()?;
-            let pd = opened.alloc_pd()?;
-            let cq = opened.create_cq(cqe_max.min(attr.max_cqe))?;
+            let attr = for_job.device_attr()?;
+            let pd = for_job.alloc_pd()?;
+            let cq = for_job.create_cq(cqe_max.min(attr.max_cqe))?;
             let memory = HostMemory::allocate(SCRATCH_BYTES);
             let memory = memory.map_err(|error| TransportError::Device {
-                device: opened.name().to_owned(),
+                device: for_job.name().to_owned(),
                 reason: format!("no memory for probes: {error}"),
             })?;
             let scratch = pd.register(&memory, 0, SCRATCH_BYTES, AccessFlags::LOCAL_WRITE)?;
@@ -66,7 +75,7 @@ impl Opening {
         })
     }
 
-    /// Counts the openings of a NIC's device, from 0.
+    /// Number among the openings of a NIC's device: later ones have higher ones.
     pub fn number(&self) -> u32 {
         self.number
     }
@@ -96,20 +105,29 @@ impl Opening {
         &self.scratch
     }
 
-    /// Registers `length` bytes of `memory` from `offset` on the control thread. Blocks.
-    pub(super) fn register(
+    /// Has `length` bytes of `memory` from `offset` registered on the control thread, which gives
+    /// the region to `taken` there. Does not wait for it.
+    pub(super) fn register<T, F>(
         &self,
-        memory: &HostMemory,
-        offset: usize,
-        length: usize,
+        (memory, offset, length): (&HostMemory, usize, usize),
         access: AccessFlags,
-    ) -> Result<MemoryRegion, VerbsError> {
+        taken: F,
+    ) -> Result<Pending<Result<T, VerbsError>>, VerbsError>
+    where
+        T: Send + 'static,
+        F: FnOnce(MemoryRegion) -> T + Send + 'static,
+    {
         let (pd, memory) = (self.pd.clone(), memory.clone());
         let control = self.context.control().clone();
-        let pending = self.context.control().submit(move || {
-            control.allow(REGISTER_LIMIT);
-            pd.register(&memory, offset, length, access)
-        })?;
-        pending.wait_timeout(REGISTER_LIMIT)?
+        self.context.control().submit(move || {
+            control.allow(register_limit(length));
+            pd.register(&memory, offset, length, access).map(taken)
+        })
     }
+}
+
+/// How long registering so many bytes may rightly take, before the device counts as hung.
+fn register_limit(bytes: usize) -> Duration {
+    let for_bytes = Duration::from_secs(bytes as u64 / PINNED_BYTES_PER_S_MIN);
+    (REGISTER_MIN + for_bytes).min(REGISTER_MAX)
 }

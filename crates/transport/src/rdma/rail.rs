@@ -6,11 +6,12 @@
 //! decision.
 
 use std::fmt;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use arc_swap::ArcSwapOption;
+use arc_swap::{ArcSwap, ArcSwapOption, Guard};
 use rerail_verbs::{Gid, RemoteAddress};
 
 pub use crate::machine::rail::RailState;
@@ -42,8 +43,40 @@ pub struct PeerNic {
 #[derive(Debug)]
 pub struct Peer {
     shared: Arc<Shared>,
+    /// Replaced whole when either side has one more NIC.
+    rails: ArcSwap<RailTable>,
+    /// Held while that is done.
+    growing: Mutex<()>,
+}
+
+/// All rails to a peer: by local NIC, and then by peer NIC.
+#[derive(Debug)]
+pub struct RailTable {
     nics: Vec<PeerNic>,
     rails: Vec<Arc<Rail>>,
+}
+
+impl RailTable {
+    /// The rails that begin at the local NIC of a position; none if it is not known here.
+    pub(super) fn of_local(&self, local: usize) -> &[Arc<Rail>] {
+        let per_nic = self.nics.len();
+        let first = local.saturating_mul(per_nic);
+        let own = self.rails.get(first..first.saturating_add(per_nic));
+        own.unwrap_or_default()
+    }
+
+    /// Local NICs that it has rails from.
+    fn locals(&self) -> usize {
+        self.rails.len().checked_div(self.nics.len()).unwrap_or(0)
+    }
+}
+
+impl Deref for RailTable {
+    type Target = [Arc<Rail>];
+
+    fn deref(&self) -> &Self::Target {
+        &self.rails
+    }
 }
 
 /// What all rails to a peer share.
@@ -104,26 +137,57 @@ impl Peer {
             memory: ArcSwapOption::empty(),
             memory_refused_until: AtomicU64::new(0),
         });
-        let mut rails = Vec::with_capacity(locals.len() * spec.nics.len());
-        for (local, name) in locals.iter().enumerate() {
-            for nic in &spec.nics {
-                let id = RailId::new(LocalNic(local as u32), shared.id, nic.index);
-                rails.push(Arc::new(Rail::new(id, name, nic, &shared)));
-            }
-        }
-        Arc::new(Self {
+        let peer = Arc::new(Self {
             shared,
-            nics: spec.nics,
-            rails,
-        })
+            rails: ArcSwap::from_pointee(RailTable {
+                nics: Vec::new(),
+                rails: Vec::new(),
+            }),
+            growing: Mutex::new(()),
+        });
+        peer.grow(locals, &spec.nics);
+        peer
     }
 
-    /// True if it is what `spec` describes, whatever its number: its rails can be used on.
-    pub fn is_same(&self, spec: &PeerSpec) -> bool {
-        self.segment() == spec.segment
-            && self.server() == spec.server
-            && self.shared.instance == spec.instance
-            && self.nics == spec.nics
+    /// Makes the rails that are missing: from each of `locals` to each of `nics`, both in order,
+    /// of which those that are known already are the first. Fewer than are known mean nothing: no
+    /// rail goes. Returns the new ones.
+    pub(super) fn grow(&self, locals: &[String], nics: &[PeerNic]) -> Vec<Arc<Rail>> {
+        // It guards nothing that could be broken.
+        let _one_at_a_time = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.rails.load_full();
+        let (known_locals, known_nics) = (known.locals(), known.nics.len());
+        let nics = if nics.len() > known_nics {
+            nics
+        } else {
+            &known.nics
+        };
+        if locals.len() <= known_locals && nics.len() == known_nics {
+            return Vec::new();
+        }
+        let count = locals.len().max(known_locals);
+        let mut rails = Vec::with_capacity(count * nics.len());
+        let mut new = Vec::new();
+        for local in 0..count {
+            let known = known.of_local(local);
+            let name = known.first().map(|rail| rail.local_name());
+            let name = locals.get(local).map_or(name, |name| Some(name));
+            for (at, nic) in nics.iter().enumerate() {
+                let rail = known.get(at).cloned().unwrap_or_else(|| {
+                    let id = RailId::new(LocalNic(local as u32), self.shared.id, nic.index);
+                    let name = name.unwrap_or_default();
+                    let rail = Arc::new(Rail::new(id, name, nic, &self.shared));
+                    new.push(Arc::clone(&rail));
+                    rail
+                });
+                rails.push(rail);
+            }
+        }
+        let nics = nics.to_vec();
+        // What probes read has no keys for new NICs.
+        self.shared.memory.store(None);
+        self.rails.store(Arc::new(RailTable { nics, rails }));
+        new
     }
 
     /// Its number.
@@ -156,9 +220,14 @@ impl Peer {
         self.shared.gone.load(Ordering::Acquire)
     }
 
-    /// All rails to it, by local NIC and then by peer NIC.
-    pub fn rails(&self) -> &[Arc<Rail>] {
-        &self.rails
+    /// All rails to it as they are now, by local NIC and then by peer NIC.
+    pub fn rails(&self) -> Arc<RailTable> {
+        self.rails.load_full()
+    }
+
+    /// The same, for a short look.
+    pub(super) fn table(&self) -> Guard<Arc<RailTable>> {
+        self.rails.load()
     }
 
     pub(super) fn set_restarted(&self) {

@@ -17,11 +17,12 @@ use tokio::sync::{Notify, mpsc};
 use super::connector::Connector;
 use super::data_thread::Clock;
 use super::events::RdmaEvents;
-use super::inbox::{Inbox, Order, Probe, Report, Work};
+use super::inbox::{Order, Probe, Report, Work};
 use super::keeper::{Command, RailKeeper};
-use super::near::NicSet;
 use super::nic::Nic;
-use super::rail::{Peer, Rail, RailState};
+use super::nics::{Nics, Seat};
+use super::rail::{Peer, PeerNic, Rail, RailState, RailTable};
+use super::slice::Span;
 use super::transfer::{Transfer, TransferSpec};
 use crate::TransferError;
 use crate::machine::ids::LocalNic;
@@ -42,8 +43,7 @@ const ROW_MAX: usize = 256;
 
 /// Offers transfers to rails. Shared by all threads that submit.
 pub struct Router {
-    nics: Vec<Arc<Nic>>,
-    inboxes: Vec<Arc<Inbox>>,
+    nics: Nics,
     connector: Connector,
     keeper: Arc<RailKeeper>,
     clock: Clock,
@@ -57,17 +57,10 @@ pub struct Router {
 }
 
 impl Router {
-    /// A router over NICs and their inboxes, which belong together by position.
-    pub fn new(
-        nics: Vec<Arc<Nic>>,
-        inboxes: Vec<Arc<Inbox>>,
-        connector: Connector,
-        keeper: Arc<RailKeeper>,
-        clock: Clock,
-    ) -> Self {
+    /// A router over the own NICs.
+    pub fn new(nics: Nics, connector: Connector, keeper: Arc<RailKeeper>, clock: Clock) -> Self {
         Self {
             nics,
-            inboxes,
             connector,
             keeper,
             clock,
@@ -116,6 +109,18 @@ impl Router {
         self.keeper.declare(peer);
     }
 
+    /// There is one more local NIC, whose gate is closed: from it, too, a rail leads to each NIC of
+    /// each peer. Never blocks.
+    pub(super) fn nic_added(&self, local: LocalNic) {
+        self.keeper.nic_added(local);
+    }
+
+    /// A peer has these NICs now, of which the first are those that it had before. Those of `down`
+    /// are withdrawn among the new ones. From any thread; never blocks.
+    pub(super) fn peer_grown(&self, peer: &Arc<Peer>, nics: &[PeerNic], down: &[u32]) {
+        self.keeper.peer_grown(peer, nics, down);
+    }
+
     /// Offers a transfer to rails, or parks it until one can be used. Never blocks.
     pub fn route(&self, transfer: Arc<Transfer>) {
         if !transfer.has_work() {
@@ -124,7 +129,7 @@ impl Router {
         let now = self.clock.now();
         let spec = transfer.spec();
         spec.peer.used(now, &spec.remote);
-        if spec.peer.rails().is_empty() {
+        if spec.peer.table().is_empty() {
             return no_path(&transfer, "it has no RDMA device");
         }
         if fail_if_over(&transfer) || self.offer(&transfer) {
@@ -145,7 +150,8 @@ impl Router {
         let unclaimed = transfer.unclaimed_bytes().max(1);
         let parts = unclaimed.div_ceil(slice_bytes).clamp(1, PARTS_MAX);
         let part_bytes = unclaimed.div_ceil(parts);
-        let mut shares = self.usable(spec, part_bytes);
+        let rails = peer.table();
+        let mut shares = self.usable(spec, &rails, part_bytes);
         if shares.len() < self.nics.len() {
             self.want_more(spec, false);
         }
@@ -176,7 +182,11 @@ impl Router {
                 offered = true;
                 continue;
             };
-            match self.inboxes[local].submit(work) {
+            let Some(seat) = self.nics.seat(local) else {
+                drop(work.dequeue());
+                continue;
+            };
+            match seat.inbox.submit(work) {
                 Ok(()) => offered = true,
                 Err(work) => drop(work.dequeue()),
             }
@@ -186,22 +196,24 @@ impl Router {
 
     /// The best usable rail of each local NIC near the buffer, with nothing given to it; those of
     /// the other NICs where no near one has any.
-    fn usable<'s>(&self, spec: &'s TransferSpec, bytes: u64) -> Vec<Share<'s>> {
-        let rails = spec.peer.rails();
+    fn usable<'r>(&self, spec: &TransferSpec, rails: &'r RailTable, bytes: u64) -> Vec<Share<'r>> {
         // A rail that has not been measured yet is taken to be as good as the best that has.
         let usable = rails.iter().filter(|rail| rail.is_usable());
         let measured = usable.filter_map(|rail| rail.measured_bytes_per_s()).max();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let near = spec.local.nics();
-        let mut best = Vec::with_capacity(self.nics.len());
+        let count = self.nics.len();
+        let mut best = Vec::with_capacity(count);
         for is_near in [true, false] {
-            for step in 0..self.nics.len() {
-                let local = turn.wrapping_add(step) % self.nics.len();
-                if near.contains(local) != is_near || !self.nics[local].is_gate_open() {
+            for step in 0..count {
+                let local = turn.wrapping_add(step) % count;
+                let nic = self.nics.get(local);
+                let is_open = nic.is_some_and(|nic| nic.is_gate_open());
+                if near.contains(local) != is_near || !is_open {
                     continue;
                 }
-                let own = self.of_nic(&spec.peer, local);
-                best.extend(best_of(own, local, spec.remote.nics(), bytes, measured));
+                let own = rails.of_local(local);
+                best.extend(best_of(own, local, &spec.remote, bytes, measured));
             }
             if !best.is_empty() {
                 break;
@@ -210,27 +222,21 @@ impl Router {
         best
     }
 
-    /// Rails come by local NIC, and each NIC has as many: one to each of the peer's NICs.
-    fn of_nic<'p>(&self, peer: &'p Peer, local: usize) -> &'p [Arc<Rail>] {
-        let rails = peer.rails();
-        let per_nic = (rails.len() / self.nics.len().max(1)).max(1);
-        let own = rails.get(local * per_nic..(local + 1) * per_nic);
-        own.unwrap_or_default()
-    }
-
     /// Has one rail of each local NIC near the buffer connected and proved that has none which
     /// works; of the other NICs where no near one leads anywhere. `wider` asks for one more of
     /// every NIC, also where one is being proved already.
     fn want_more(&self, spec: &TransferSpec, wider: bool) {
         let (near, near_peer) = (spec.local.nics(), spec.remote.nics());
-        let leads_on = |local: usize| {
-            let own = self.of_nic(&spec.peer, local);
-            self.nics[local].is_gate_open()
+        let rails = spec.peer.table();
+        let leads_on = |(local, nic): (usize, &Arc<Nic>)| {
+            let own = rails.of_local(local);
+            near.contains(local)
+                && nic.is_gate_open()
                 && own.iter().any(|rail| rail.state() != RailState::Down)
         };
-        let near_only = (0..self.nics.len()).any(|local| near.contains(local) && leads_on(local));
+        let near_only = self.nics.iter().enumerate().any(leads_on);
         for (local, nic) in self.nics.iter().enumerate() {
-            let own = self.of_nic(&spec.peer, local);
+            let own = rails.of_local(local);
             let is_proving = |rail: &Arc<Rail>| {
                 rail.is_usable() || rail.is_wanted() && rail.state() != RailState::Down
             };
@@ -309,9 +315,9 @@ impl Router {
             } => self.connector.release(&rail, binding, forgotten, unproved),
             Command::Probe { rail, probe, kind } => self.probe(rail, probe, kind),
             Command::Usable(peer) => {
-                for inbox in &self.inboxes {
+                for seat in self.nics.seats() {
                     // A NIC that has no time to share its work is busy enough.
-                    drop(inbox.order(Order::Share(peer)));
+                    drop(seat.inbox.order(Order::Share(peer)));
                 }
                 self.retry();
             }
@@ -335,7 +341,7 @@ impl Router {
 
     fn probe(&self, rail: Arc<Rail>, probe: u64, kind: ProbeKind) {
         let local = rail.id().local.0 as usize;
-        let (Some(nic), Some(inbox)) = (self.nics.get(local), self.inboxes.get(local)) else {
+        let Some(Seat { nic, inbox }) = self.nics.seat(local) else {
             return;
         };
         let wanted = match kind {
@@ -408,14 +414,17 @@ struct Share<'p> {
 fn best_of<'p>(
     own: &'p [Arc<Rail>],
     local: usize,
-    near_peer: NicSet,
+    remote: &Span,
     bytes: u64,
     measured: Option<u64>,
 ) -> Option<Share<'p>> {
     for is_near in [true, false] {
         let usable = in_order(own, local).filter(|rail| {
             let position = rail.peer_nic().index as usize;
-            near_peer.contains(position) == is_near && rail.is_usable()
+            // A NIC that was added after the keys were told has none of them.
+            remote.nics().contains(position) == is_near
+                && rail.is_usable()
+                && remote.has_keys(position)
         });
         let candidates: Vec<_> = usable.map(|rail| candidate(rail, measured)).collect();
         let find = |id| own.iter().find(|rail| rail.id() == id);

@@ -89,6 +89,11 @@ impl Keys {
         Arc::new(Self(keys.collect()))
     }
 
+    /// Keys by NIC, with room for those of NICs that are added later: `count` in all.
+    pub(super) fn with_room(count: usize) -> Arc<Self> {
+        Self::new((0..count).map(|_| None))
+    }
+
     /// The key for a NIC.
     pub fn get(&self, nic: usize) -> Option<u32> {
         let key = self.0.get(nic)?.load(Ordering::Acquire);
@@ -165,6 +170,12 @@ impl Span {
     /// Address of the first byte.
     pub fn addr(&self) -> u64 {
         self.addr
+    }
+
+    /// Whether there is a key for the owner's NIC at a position, for all of it.
+    pub(super) fn has_keys(&self, nic: usize) -> bool {
+        let mut pieces = self.pieces.iter();
+        pieces.all(|piece| piece.keys.get(nic).is_some())
     }
 
     /// Address of the byte at `offset`, bytes from there to the seam, and the region's keys.

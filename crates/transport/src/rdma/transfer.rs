@@ -205,7 +205,8 @@ impl Transfer {
     pub fn check_cut_off(&self, now: Time) -> bool {
         if now >= self.spec.cut_off && self.error.get().is_none() {
             let peer = &self.spec.peer;
-            let mut troubles = peer.rails().iter().filter_map(|rail| {
+            let rails = peer.table();
+            let mut troubles = rails.iter().filter_map(|rail| {
                 let trouble = rail.last_trouble()?;
                 Some(format!("{rail}: {trouble}"))
             });

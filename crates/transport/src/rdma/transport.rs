@@ -10,15 +10,14 @@ use tokio::task::JoinHandle;
 
 use super::config::RdmaConfig;
 use super::connector::{Connector, Identity};
-use super::data_thread::{Clock, DataThread};
-use super::driver::Driver;
+use super::data_thread::Clock;
+use super::data_threads::DataThreads;
 use super::endpoint::Offer;
 use super::events::RdmaEvents;
-use super::inbox::{Inbox, Wake};
 use super::keeper::RailKeeper;
-use super::memory::{RegisteredMemory, Registrations};
-use super::nic::Nic;
-use super::rail::{Peer, PeerSpec};
+use super::memory::{NotRegistered, RegisteredMemory, Registrations};
+use super::nics::Nics;
+use super::rail::{Peer, PeerNic, PeerSpec};
 use super::router::Router;
 use super::signaling::Signaling;
 use super::transfer::{OnFinished, Transfer, TransferSpec};
@@ -39,7 +38,9 @@ pub struct RdmaTransport {
     config: RdmaConfig,
     clock: Clock,
     identity: Identity,
-    nics: Vec<Arc<Nic>>,
+    /// Devices that the user names; all if he names none.
+    wanted: Vec<String>,
+    nics: Nics,
     registrations: Arc<Registrations>,
     connector: Connector,
     router: Arc<Router>,
@@ -48,17 +49,17 @@ pub struct RdmaTransport {
     watch: OnceLock<Watch>,
     dispatcher: JoinHandle<()>,
     // Last, so that data threads outlive whatever may still hand them something.
-    threads: Vec<DataThread>,
+    threads: Arc<DataThreads>,
 }
 
 impl RdmaTransport {
-    /// Opens NICs and starts their threads. `wanted` names devices, as `name` (its first active
-    /// port) or `name:port`; none means every active port of every device.
+    /// Opens NICs and starts their threads. `wanted` names devices, as `name` (its first port) or
+    /// `name:port`; none means every port of every device. Those that do not exist or cannot be
+    /// used yet are taken in once they can, when it is [observed](Self::observe).
     ///
     /// # Errors
     ///
-    /// A device or port that was asked for does not exist or cannot be used; without a wish, no
-    /// port can be used at all.
+    /// No port that is wanted can be used now.
     pub fn open(
         devices: &DeviceList,
         wanted: &[String],
@@ -68,32 +69,14 @@ impl RdmaTransport {
         signaling: Arc<dyn Signaling>,
         runtime: runtime::Handle,
     ) -> Result<Self, TransportError> {
-        let nics = super::open::open_nics(devices, wanted, &config)?;
+        let opened = super::open::open_nics(devices, wanted, &config)?;
         let (reporter, reports) = mpsc::channel(REPORTS_MAX);
-        let threads_max = std::thread::available_parallelism().map_or(1, usize::from) / 2;
-        let threads_count = nics.len().min(threads_max.max(1));
-        let wakes: Vec<_> = (0..threads_count)
-            .map(|_| Arc::new(Wake::default()))
-            .collect();
-        let inboxes: Vec<_> = (0..nics.len())
-            .map(|nic| Arc::new(Inbox::new(Arc::clone(&wakes[nic % threads_count]))))
-            .collect();
-        let mut drivers: Vec<Vec<Driver>> = (0..threads_count).map(|_| Vec::new()).collect();
-        for (index, nic) in nics.iter().enumerate() {
-            drivers[index % threads_count].push(Driver::new(
-                Arc::clone(nic),
-                Arc::clone(&inboxes[index]),
-                reporter.clone(),
-                &config,
-                clock.now(),
-            ));
+        let threads = DataThreads::new(config.clone(), clock, reporter);
+        let nics = Nics::default();
+        for nic in opened {
+            let inbox = threads.serve(&nic)?;
+            nics.push(nic, inbox)?;
         }
-        let threads = drivers
-            .into_iter()
-            .zip(wakes)
-            .zip(&nics)
-            .map(|((drivers, wake), nic)| DataThread::start(nic.name(), drivers, wake, clock))
-            .collect::<Result<Vec<_>, _>>()?;
         let rails = RailConfig {
             // The endpoint's own time limit says more about what was waited for.
             connect_timeout: config.limits.connect + Duration::from_secs(1),
@@ -105,12 +88,11 @@ impl RdmaTransport {
             clock,
             identity.clone(),
             nics.clone(),
-            inboxes.clone(),
             Arc::clone(&keeper),
             signaling,
             runtime.clone(),
         );
-        let router = Router::new(nics.clone(), inboxes, connector.clone(), keeper, clock);
+        let router = Router::new(nics.clone(), connector.clone(), keeper, clock);
         let router = Arc::new(router);
         let dispatcher = runtime.spawn(Arc::clone(&router).run(reports));
         Ok(Self {
@@ -120,11 +102,12 @@ impl RdmaTransport {
             config,
             clock,
             identity,
+            wanted: wanted.to_vec(),
             nics,
             connector,
             router,
             dispatcher,
-            threads,
+            threads: Arc::new(threads),
         })
     }
 
@@ -141,6 +124,8 @@ impl RdmaTransport {
     ) -> Result<(), TransportError> {
         let watch = Watch::start(Parts {
             nics: self.nics.clone(),
+            wanted: self.wanted.clone(),
+            threads: Arc::clone(&self.threads),
             registrations: Arc::clone(&self.registrations),
             config: self.config.clone(),
             clock: self.clock,
@@ -177,8 +162,8 @@ impl RdmaTransport {
         &self.identity
     }
 
-    /// Its NICs, in the order of the record's `devices[]`.
-    pub fn nics(&self) -> &[Arc<Nic>] {
+    /// Its NICs, in the order of the record's `devices[]`. There may be more later.
+    pub fn nics(&self) -> &Nics {
         &self.nics
     }
 
@@ -189,8 +174,7 @@ impl RdmaTransport {
 
     /// A peer, with a rail from each NIC to each of its NICs.
     pub fn peer(&self, spec: PeerSpec) -> Arc<Peer> {
-        let names: Vec<String> = self.nics.iter().map(|nic| nic.name().to_owned()).collect();
-        let peer = Peer::new(spec, &names);
+        let peer = Peer::new(spec, &self.nics.names());
         self.router.declare(&peer);
         peer
     }
@@ -208,6 +192,13 @@ impl RdmaTransport {
     /// The peer's record says that its NIC at position `nic_index` of `devices[]` is up, or not.
     pub fn peer_nic(&self, peer: &Arc<Peer>, nic_index: u32, up: bool) {
         self.router.peer_nic(peer, nic_index, up);
+    }
+
+    /// The peer's record has these NICs now, of which the first are those that it was made with; of
+    /// the others, those at the positions `down` are withdrawn. Nothing happens for those that are
+    /// known.
+    pub fn peer_grown(&self, peer: &Arc<Peer>, nics: &[PeerNic], down: &[u32]) {
+        self.router.peer_grown(peer, nics, down);
     }
 
     /// The peer's record is withdrawn: it is not expected back, and transfers to it end as
@@ -229,11 +220,15 @@ impl RdmaTransport {
     }
 
     /// Registers memory with every NIC, or none. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// With the devices that may hold the memory still, though it is not registered.
     pub fn register(
         &self,
         memory: &HostMemory,
         access: AccessFlags,
-    ) -> Result<RegisteredMemory, TransportError> {
+    ) -> Result<RegisteredMemory, NotRegistered> {
         let mr_bytes_max = self.config.mr_bytes_max;
         self.registrations
             .register(&self.nics, memory, access, mr_bytes_max)
@@ -269,7 +264,7 @@ impl RdmaTransport {
 impl Drop for RdmaTransport {
     fn drop(&mut self) {
         drop(self.watch.take());
-        self.threads.clear();
+        self.threads.stop();
         // With the data threads gone, its channel is closed and it ends by itself; a runtime that
         // is being shut down may never run it again.
         self.dispatcher.abort();
@@ -278,7 +273,8 @@ impl Drop for RdmaTransport {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rig::{KIB, Move, peer_of, registered, rig};
+    use super::super::rig::{KIB, LIMIT, Move, peer_of, registered, rig, wait_until};
+    use super::*;
 
     #[test]
     fn a_nic_that_has_lost_its_keys_fails_no_transfer() {
@@ -303,10 +299,48 @@ mod tests {
         let rig = rig(4, 1);
         let transport = rig.transport(0, "a1");
         let memory = registered(&transport, KIB);
-        let (holders, reopening) = (memory.holders(), memory.clone());
+        let (holders, other) = (memory.holders(), memory.clone());
         drop(memory);
-        assert!(!holders.are_gone(), "a device that is opened again has it");
-        drop(reopening);
-        assert!(holders.are_gone());
+        let held = holders.wait_gone(Duration::ZERO);
+        assert_eq!(held, Err(vec!["sim0".to_owned()]), "another has it");
+        drop(other);
+        assert_eq!(holders.wait_gone(LIMIT), Ok(()));
+    }
+
+    #[test]
+    fn a_registration_that_hangs_on_one_device_does_not_hold_up_another_device() {
+        const HANG: Duration = Duration::from_secs(15);
+        let rig = rig(5, 2);
+        let transport = Arc::new(rig.transport(0, "a1"));
+        let memory = registered(&transport, 64 * KIB);
+        rig.fabric.hang_control(rig.hosts[0].1[1], HANG);
+        let other = Arc::clone(&transport);
+        let hanging = std::thread::spawn(move || {
+            let memory = HostMemory::allocate(4096).expect("memory");
+            other.register(&memory, AccessFlags::LOCAL_WRITE)
+        });
+        let second = transport.nics()[1].opening().expect("it is open");
+        let control = second.context().control();
+        wait_until("the device works on it", || control.stuck_for().is_some());
+        // The first device dies meanwhile, and comes back.
+        let nic = &transport.nics()[0];
+        nic.release();
+        transport.registrations.release(nic);
+        assert_eq!(memory.keys()[0].rkeys[0], 0);
+        let opening = nic.reopen(&transport.config).expect("it works");
+        let taken = || {
+            nic.install(Arc::clone(&opening));
+            Ok(())
+        };
+        let registered = transport.registrations.register_all(nic, &opening, taken);
+        registered.expect("the other device does not matter");
+        assert_ne!(memory.keys()[0].rkeys[0], 0);
+        assert!(!hanging.is_finished(), "the device hangs still");
+        // Nobody watches the device here, so that the registration gives up in the end.
+        let failed = hanging
+            .join()
+            .expect("no panic")
+            .expect_err("it hangs too long");
+        assert_eq!(failed.holders.wait_gone(LIMIT), Ok(()), "{}", failed.error);
     }
 }

@@ -27,8 +27,10 @@ use tokio::runtime;
 use super::config::RdmaConfig;
 use super::connector::Connector;
 use super::data_thread::Clock;
+use super::data_threads::DataThreads;
 use super::memory::Registrations;
 use super::nic::{Nic, PortFacts};
+use super::nics::Nics;
 use super::opening::Opening;
 use super::router::Router;
 use crate::TransportError;
@@ -40,11 +42,13 @@ use crate::machine::observer::{
 use crate::machine::rail::LocalGate;
 use crate::machine::{Machine, Time, drive};
 
+mod finder;
 mod hints;
 mod read;
 #[cfg(test)]
 mod tests;
 
+use finder::Finder;
 use hints::Hints;
 pub(super) use read::read_port;
 
@@ -53,6 +57,12 @@ const EVENTS_MAX: usize = 64;
 
 /// Longest sleep: then it is looked at whether control threads hang.
 const SLEEP_MAX: Duration = Duration::from_millis(250);
+
+/// How often it is looked whether there are other devices, though nothing says so.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+
+/// How soon after another look, when something says so: a device appears bit by bit.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// A thread that wakes so much later than it wanted to did not get to run.
 const GAP: Duration = Duration::from_millis(500);
@@ -69,8 +79,19 @@ pub trait NicListener: Send + Sync {
     /// use, best first; none while the port is down.
     fn port(&self, local: LocalNic, facts: observer::PortFacts, gids: Vec<Gid>);
 
-    /// A device was opened again, and all memory registered with it: it has new keys.
+    /// A device was opened, again or late, and all memory registered with it: it has new keys.
     fn rekeyed(&self, local: LocalNic);
+
+    /// A NIC that was not there at the start is about to be taken in, as one that is down. Memory
+    /// that is registered from now on may have a key for it. Called under a lock: must be quick.
+    fn adding(&self, local: LocalNic, name: &str) {
+        let _ = (local, name);
+    }
+
+    /// It is among the own NICs now, and is read next.
+    fn added(&self, nics: &Nics) {
+        let _ = nics;
+    }
 }
 
 /// What reaches the thread from others.
@@ -90,6 +111,10 @@ enum Mail {
     },
     /// Something suggests that a port, or all, may differ.
     Hint(Option<LocalNic>),
+    /// A NIC was taken in that was not there at the start.
+    Appeared(Arc<Nic>),
+    /// The devices of the machine were looked at.
+    Looked(Box<Finder>),
 }
 
 struct Shared {
@@ -120,7 +145,9 @@ pub(super) struct Watch {
 
 /// What the thread works on.
 pub(super) struct Parts {
-    pub(super) nics: Vec<Arc<Nic>>,
+    pub(super) nics: Nics,
+    pub(super) wanted: Vec<String>,
+    pub(super) threads: Arc<DataThreads>,
     pub(super) registrations: Arc<Registrations>,
     pub(super) config: RdmaConfig,
     pub(super) clock: Clock,
@@ -178,6 +205,24 @@ struct Entry {
     /// The device whose events are read; `None` while it is dead.
     opening: Option<Arc<Opening>>,
     observer: Observer,
+    /// Set while a thread of the pool reads the port. One that hangs is never joined by another.
+    reading: Arc<AtomicBool>,
+}
+
+impl Entry {
+    fn new(nic: &Arc<Nic>, config: &RdmaConfig, now: Time) -> Self {
+        let observing = ObserverConfig {
+            pkey_index: config.pkey_index,
+            ..ObserverConfig::default()
+        };
+        let (device, port, seed) = (nic.device(), nic.port(), rand::random());
+        Self {
+            nic: Arc::clone(nic),
+            opening: nic.opening(),
+            observer: Observer::new(now, observing, device, &config.gids, [port], seed),
+            reading: Arc::default(),
+        }
+    }
 }
 
 struct Watcher {
@@ -185,30 +230,23 @@ struct Watcher {
     shared: Arc<Shared>,
     entries: Vec<Entry>,
     hints: Hints,
+    /// Away while it looks.
+    finder: Option<Box<Finder>>,
+    look_at: Time,
+    /// News of devices came while it looked.
+    look_again: bool,
 }
 
 impl Watcher {
     fn new(parts: Parts, shared: Arc<Shared>) -> Self {
         let now = parts.clock.now();
-        let config = ObserverConfig {
-            pkey_index: parts.config.pkey_index,
-            ..ObserverConfig::default()
-        };
-        let entries = parts.nics.iter().map(|nic| Entry {
-            observer: Observer::new(
-                now,
-                config,
-                nic.device(),
-                &parts.config.gids,
-                [nic.port()],
-                rand::random(),
-            ),
-            opening: nic.opening(),
-            nic: Arc::clone(nic),
-        });
+        let entry = |nic: &Arc<Nic>| Entry::new(nic, &parts.config, now);
         Self {
-            entries: entries.collect(),
+            entries: parts.nics.iter().map(entry).collect(),
             hints: Hints::open(),
+            finder: Some(Box::new(Finder::new(&parts))),
+            look_at: now + LOOK_EVERY,
+            look_again: false,
             parts,
             shared,
         }
@@ -233,6 +271,11 @@ impl Watcher {
         if self.hints.take(now) {
             self.hint(now, None);
         }
+        if self.hints.take_device(now) {
+            self.look_at = now;
+            self.look_again = true;
+        }
+        due = due.min(self.look(now));
         while let Some(mail) = self.shared.mail.pop() {
             self.read_mail(now, mail);
         }
@@ -246,6 +289,25 @@ impl Watcher {
         due.min(self.hints.next_timeout().unwrap_or(due))
     }
 
+    /// Has the devices of the machine looked at, when it is time. Returns when it is next.
+    fn look(&mut self, now: Time) -> Time {
+        if now >= self.look_at
+            && let Some(mut finder) = self.finder.take()
+        {
+            let shared = Arc::clone(&self.shared);
+            self.look_again = false;
+            // Listing and opening devices takes its time, and may hang.
+            self.parts.runtime.spawn_blocking(move || {
+                finder.look(|nic| shared.send(Mail::Appeared(nic)));
+                shared.send(Mail::Looked(finder));
+            });
+        }
+        match &self.finder {
+            Some(_) => self.look_at,
+            None => now + SLEEP_MAX,
+        }
+    }
+
     fn wait(&self, due: Time) {
         let left = due.saturating_since(self.parts.clock.now());
         let openings = self
@@ -255,7 +317,7 @@ impl Watcher {
         let channels = openings.filter_map(|opening| opening.context().async_fd());
         let fds = [self.shared.wake.as_fd()]
             .into_iter()
-            .chain(self.hints.fd())
+            .chain(self.hints.fds())
             .chain(channels);
         let mut fds: Vec<_> = fds
             .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
@@ -283,6 +345,22 @@ impl Watcher {
         match mail {
             Mail::Hint(local) => self.hint(now, local),
             Mail::Reopened { nic, epoch, result } => self.reopened(now, nic, epoch, result),
+            Mail::Appeared(nic) => {
+                let added = Event::NicAdded {
+                    nic: nic.name().to_owned(),
+                };
+                self.entries.push(Entry::new(&nic, &self.parts.config, now));
+                self.parts.events.tell(now, &added);
+            }
+            Mail::Looked(finder) => {
+                self.finder = Some(finder);
+                let wait = if std::mem::take(&mut self.look_again) {
+                    LOOK_AGAIN
+                } else {
+                    LOOK_EVERY
+                };
+                self.look_at = now + wait;
+            }
             Mail::Read {
                 nic,
                 epoch,
@@ -377,6 +455,7 @@ impl Watcher {
             nic,
             opening,
             observer,
+            reading,
         } = &mut entries[index];
         let epoch = observer.epoch();
         let mut actions = Vec::new();
@@ -384,13 +463,26 @@ impl Watcher {
         for action in actions {
             match action {
                 Action::ReadPort(read) => {
-                    if let Some(opening) = opening.as_ref() {
-                        read_in_pool(parts, shared, nic, opening, (epoch, read));
+                    // One that hangs shows as a reading that takes too long.
+                    if let Some(opening) = opening.as_ref()
+                        && !reading.swap(true, Ordering::AcqRel)
+                    {
+                        let job = (epoch, read, Arc::clone(reading));
+                        read_in_pool(parts, shared, nic, opening, job);
                     }
                 }
                 Action::ReleaseContext { cause } => {
                     *opening = None;
                     release(parts, nic, now, &cause);
+                }
+                Action::Reopen { epoch } if reading.load(Ordering::Acquire) => {
+                    let device = nic.device().to_owned();
+                    let reason = "a thread that read its port hangs in it".to_owned();
+                    shared.send(Mail::Reopened {
+                        nic: nic.index().0 as usize,
+                        epoch,
+                        result: Err(TransportError::Device { device, reason }),
+                    });
                 }
                 Action::Reopen { epoch } => reopen_in_pool(parts, shared, nic, epoch),
                 Action::HalfOpen { .. } => {
@@ -487,11 +579,7 @@ fn release(parts: &Parts, nic: &Arc<Nic>, now: Time, cause: &DeathCause) {
     tracing::error!(nic = nic.name(), %cause, "the device is given up");
     shut(parts, nic, LocalGate::Dead, &cause.to_string());
     nic.release();
-    let (registrations, dead) = (Arc::clone(&parts.registrations), Arc::clone(nic));
-    // A registration that hangs in the dead device must not hold up the others' news.
-    parts
-        .runtime
-        .spawn_blocking(move || registrations.release(&dead));
+    parts.registrations.release(nic);
     let released = Event::ContextReleased {
         nic: nic.name().to_owned(),
         cause: cause.to_string(),
@@ -503,11 +591,13 @@ fn reopen_in_pool(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u3
     let (registrations, config) = (Arc::clone(&parts.registrations), parts.config.clone());
     let (nic, shared) = (Arc::clone(nic), Arc::clone(shared));
     parts.runtime.spawn_blocking(move || {
-        // What is registered with the dead device is let go of by now, or before this.
-        registrations.release(&nic);
-        let result = nic
-            .reopen(&config)
-            .and_then(|opening| registrations.register_again(&nic, opening));
+        let result = nic.reopen(&config).and_then(|opening| {
+            let taken = || {
+                nic.install(Arc::clone(&opening));
+                Ok(())
+            };
+            registrations.register_all(&nic, &opening, taken)
+        });
         shared.send(Mail::Reopened {
             nic: nic.index().0 as usize,
             epoch,
@@ -521,12 +611,13 @@ fn read_in_pool(
     shared: &Arc<Shared>,
     nic: &Nic,
     opening: &Opening,
-    (epoch, read): (u32, ReadId),
+    (epoch, read, reading): (u32, ReadId, Arc<AtomicBool>),
 ) {
     let (context, shared) = (opening.context().clone(), Arc::clone(shared));
     let (index, pkey_index) = (nic.index().0 as usize, parts.config.pkey_index);
     parts.runtime.spawn_blocking(move || {
         let result = read_port(&context, read.port, pkey_index);
+        reading.store(false, Ordering::Release);
         shared.send(Mail::Read {
             nic: index,
             epoch,

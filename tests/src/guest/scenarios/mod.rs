@@ -36,6 +36,7 @@ scenarios! {
     silent_loss,
     store_outage,
     topology_and_gids_say_what_sysfs_says,
+    rail_added,
     restarted_target,
     frozen,
     rails_apart,

@@ -37,7 +37,9 @@ pub(super) fn renumber(nic: Nic, segment: &str) -> Result<()> {
     );
     let outcome = traffic.finish()?;
     outcome.expect_flow(Duration::from_secs(2))?;
+    // Every write of it, as the store logged it.
     let mut last = 0;
+    let mut first_with_new = None;
     for record in outcome
         .records
         .iter()
@@ -47,6 +49,13 @@ pub(super) fn renumber(nic: Nic, segment: &str) -> Result<()> {
             .as_u64()
             .unwrap_or(0);
         ensure!(generation >= last, "generation {generation} after {last}");
+        if first_with_new.is_none() && gids(record).iter().any(|gid| gid == NEW_GID) {
+            ensure!(
+                generation > last,
+                "the new GID came without a new generation: {record}"
+            );
+            first_with_new = Some(generation);
+        }
         last = generation;
         for gid in gids(record) {
             ensure!(
@@ -55,7 +64,10 @@ pub(super) fn renumber(nic: Nic, segment: &str) -> Result<()> {
             );
         }
     }
-    ensure!(last > 1, "no generation after the first was stored");
+    ensure!(
+        first_with_new.is_some_and(|generation| generation > 1),
+        "no later generation with the new GID was stored"
+    );
     Ok(())
 }
 

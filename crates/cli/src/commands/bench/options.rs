@@ -35,7 +35,8 @@ pub(super) struct Common {
     /// How bytes move (default: rdma, or tcp where MC_FORCE_TCP is set)
     #[arg(long, value_enum)]
     protocol: Option<Protocol>,
-    /// Devices joined by commas, each as NAME or NAME:PORT (default: all)
+    /// Devices joined by commas, each as NAME or NAME:PORT (default: all). One must work; others
+    /// are taken in once they do
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     device: Vec<String>,
     /// Host that peers are told (default: found by itself)

@@ -35,6 +35,9 @@ pub(super) struct Args {
     /// File with the bearer token that clients must send.
     #[arg(long, value_name = "FILE")]
     token_file: Option<String>,
+    /// File to which every change of a record is appended, as a JSON object on a line.
+    #[arg(long, value_name = "FILE")]
+    writes_log: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -43,6 +46,7 @@ pub(super) struct Args {
 pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut options = ServerOptions::default();
     options.data_dir = args.data_dir;
+    options.writes_log = args.writes_log;
     options.token = match args.token_file {
         Some(path) => Some(
             Secret::from_file("--token-file", &path)
@@ -56,7 +60,8 @@ pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {
     raise_file_limit();
     let server = MetadataServer::open(options).or_fail(
         "cannot open the data",
-        "give --data-dir a directory that can be written and that no other server uses",
+        "give --data-dir a directory that can be written and that no other server uses, and \
+         --writes-log a file that can be written",
     )?;
     let listener = TcpListener::bind(args.listen).await.or_fail(
         format!("cannot listen on {}", args.listen),

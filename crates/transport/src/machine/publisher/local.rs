@@ -47,8 +47,16 @@ pub enum Edit {
         addr: u64,
         /// Bytes.
         length: u64,
-        /// One pair a NIC, in the order in which the NICs were given.
+        /// One pair a NIC, in the order in which the NICs were given. NICs behind the last of them
+        /// have none yet: their keys come with [`Rekey`](Self::Rekey).
         keys: Vec<KeyPair>,
+    },
+    /// There is one more NIC, of which nothing is known yet: it counts as down.
+    Nic {
+        /// Its number, the next one.
+        local: LocalNic,
+        /// Its name.
+        name: String,
     },
     /// Memory was unregistered.
     Unregister {
@@ -87,7 +95,15 @@ pub enum EditError {
     /// No such NIC.
     #[error("there is no NIC number {0}")]
     UnknownNic(u32),
-    /// A registration brings another number of keys than there are NICs.
+    /// A NIC that is added has not the next number.
+    #[error("NIC number {local} is added after {nics} others")]
+    Order {
+        /// Its number.
+        local: u32,
+        /// NICs there are.
+        nics: usize,
+    },
+    /// A registration brings more keys than there are NICs.
     #[error("{keys} key pairs for {nics} NICs")]
     Keys {
         /// Pairs given.
@@ -109,6 +125,15 @@ struct Nic {
 }
 
 impl Nic {
+    fn unknown(name: String) -> Self {
+        Self {
+            name,
+            state: DeviceState::Down,
+            facts: None,
+            gids: Vec::new(),
+        }
+    }
+
     fn is_healthy(&self) -> bool {
         matches!(self.state, DeviceState::Up | DeviceState::Recovering)
     }
@@ -136,17 +161,11 @@ impl LocalRecord {
         nics: impl IntoIterator<Item = String>,
         order: PublishOrder,
     ) -> Self {
-        let nic = |name| Nic {
-            name,
-            state: DeviceState::Down,
-            facts: None,
-            gids: Vec::new(),
-        };
         Self {
             base,
             features,
             order,
-            nics: nics.into_iter().map(nic).collect(),
+            nics: nics.into_iter().map(Nic::unknown).collect(),
             matrix: BTreeMap::new(),
             buffers: BTreeMap::new(),
         }
@@ -180,9 +199,9 @@ impl LocalRecord {
                 name,
                 addr,
                 length,
-                keys,
+                mut keys,
             } => {
-                if keys.len() != self.nics.len() {
+                if keys.len() > self.nics.len() {
                     return Err(EditError::Keys {
                         keys: keys.len(),
                         nics: self.nics.len(),
@@ -197,7 +216,20 @@ impl LocalRecord {
                     length,
                     ..Buffer::default()
                 };
+                keys.resize(self.nics.len(), KeyPair::default());
                 self.buffers.insert(region, (buffer, keys));
+                Ok(true)
+            }
+            Edit::Nic { local, name } => {
+                let nics = self.nics.len();
+                if local.0 as usize != nics {
+                    let local = local.0;
+                    return Err(EditError::Order { local, nics });
+                }
+                self.nics.push(Nic::unknown(name));
+                for (_, pairs) in self.buffers.values_mut() {
+                    pairs.push(KeyPair::default());
+                }
                 Ok(true)
             }
             Edit::Unregister { region } => Ok(self.buffers.remove(&region).is_some()),

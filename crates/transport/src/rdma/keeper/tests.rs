@@ -12,10 +12,10 @@ use super::super::rig::{KIB, LIMIT, Move, peer_of, registered, rig, wait_until};
 use super::*;
 use crate::TransferError;
 
-fn rail_of(peer: &Peer, local: u32, nic: u32) -> &Arc<Rail> {
-    let rails = peer.rails().iter();
-    let mut rails = rails.filter(|rail| rail.id().local.0 == local && rail.id().peer.nic == nic);
-    rails.next().expect("declared")
+fn rail_of(peer: &Peer, local: u32, nic: u32) -> Arc<Rail> {
+    let rails = peer.rails();
+    let is_wanted = |rail: &&Arc<Rail>| rail.id().local.0 == local && rail.id().peer.nic == nic;
+    rails.iter().find(is_wanted).cloned().expect("declared")
 }
 
 fn bytes(rail: &Rail) -> u64 {
@@ -95,13 +95,13 @@ fn a_pair_that_always_fails_does_not_hold_the_other_up() {
         write.run().expect("moved");
     }
     let (bad, good) = (rail_of(&peer, 0, 0), rail_of(&peer, 1, 1));
-    assert_eq!(bytes(bad), 0);
-    assert!(good.is_usable() && bytes(good) > 0);
+    assert_eq!(bytes(&bad), 0);
+    assert!(good.is_usable() && bytes(&good) > 0);
     *rig.wire.refusal.lock().expect("whole") = None;
     // However often it was refused.
     wait_until("it is used again", || {
         write.run().expect("moved");
-        bytes(bad) > 0
+        bytes(&bad) > 0
     });
 }
 
@@ -117,11 +117,11 @@ fn a_local_gate_takes_its_rails_out_when_the_call_returns_and_brings_them_back()
     wait_until("both are up", || first.is_usable() && second.is_usable());
     a.router().local_gate(LocalNic(0), LocalGate::Closed);
     assert_eq!(first.state(), RailState::Down);
-    let before = bytes(first);
+    let before = bytes(&first);
     for _ in 0..20 {
         write.run().expect("moved over the other");
     }
-    assert_eq!(bytes(first), before);
+    assert_eq!(bytes(&first), before);
     let endpoint = first.endpoint();
     let endpoints_kept = true;
     a.router()
@@ -173,7 +173,7 @@ fn a_long_transfer_is_shared_with_a_rail_that_is_proved_later() {
     let length = 16 * 1024 * KIB;
     let (source, target) = (registered(&a, length), registered(&b, length));
     let (_, finish) = Move::all(&a, &peer, &source, &target).write();
-    let of_nic = |local: u32| -> u64 { (0..2).map(|nic| bytes(rail_of(&peer, local, nic))).sum() };
+    let of_nic = |local: u32| -> u64 { (0..2).map(|nic| bytes(&rail_of(&peer, local, nic))).sum() };
     wait_until("it is under way", || of_nic(0) > 0);
     *rig.wire.refusal.lock().expect("whole") = None;
     finish.wait().expect("moved");
@@ -209,7 +209,7 @@ fn peers_that_nobody_uses_any_more_leave_nothing_behind() {
         let peer = peer_of(&a, id, &b);
         let write = Move::all(&a, &peer, &source, &target);
         write.run().expect("moved");
-        gone.push(Arc::downgrade(rail_of(&peer, 0, 0)));
+        gone.push(Arc::downgrade(&rail_of(&peer, 0, 0)));
         drop(peer);
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -289,12 +289,12 @@ fn a_transfer_is_in_a_nics_queue_once_however_often_it_is_offered() {
     let (source, target) = (registered(&a, 4 * KIB), registered(&b, 4 * KIB));
     let (transfer, finish) = Move::all(&a, &peer, &source, &target).write();
     let rail = rail_of(&peer, 0, 0);
-    let work = Work::queue(&transfer, rail, 10).expect("the first");
-    assert!(Work::queue(&transfer, rail, 10).is_none());
+    let work = Work::queue(&transfer, &rail, 10).expect("the first");
+    assert!(Work::queue(&transfer, &rail, 10).is_none());
     assert_eq!(rail.load_bytes(), 10);
     drop(work.dequeue());
     assert_eq!(rail.load_bytes(), 0);
-    let work = Work::queue(&transfer, rail, 10).expect("it had left the queue");
+    let work = Work::queue(&transfer, &rail, 10).expect("it had left the queue");
     drop(work.dequeue());
     let endpoints_kept = false;
     a.router()

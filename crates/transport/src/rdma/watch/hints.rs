@@ -1,18 +1,28 @@
-//! Notices of the kernel about links and addresses: a second hint that a port may differ.
+//! Notices of the kernel: a second hint that a port may differ, and that there may be another
+//! device.
 //!
-//! Nothing is read out of them: which port they concern, and what is true of it, is for the
-//! observer to find out. They tell what verbs events do not, such as a changed MTU.
+//! Nothing is read out of them but whether they are about RDMA devices at all: which port they
+//! concern, and what is true of it, is for the observer to find out. Those about links and
+//! addresses tell what verbs events do not, such as a changed MTU.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use rustix::net::netlink::SocketAddrNetlink;
-use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, bind, recv, socket_with};
+use rustix::net::netlink::{KOBJECT_UEVENT, SocketAddrNetlink};
+use rustix::net::{
+    AddressFamily, Protocol, RecvFlags, SocketFlags, SocketType, bind, recv, socket_with,
+};
 
 use crate::machine::Time;
 
 /// Multicast groups of `NETLINK_ROUTE`: links, IPv4 addresses, IPv6 addresses.
-const GROUPS: u32 = 0x1 | 0x10 | 0x100;
+const LINK_GROUPS: u32 = 0x1 | 0x10 | 0x100;
+
+/// The kernel's own group of `NETLINK_KOBJECT_UEVENT`.
+const DEVICE_GROUPS: u32 = 0x1;
+
+/// What notices about RDMA devices have in them.
+const DEVICE_WORDS: &[u8] = b"SUBSYSTEM=infiniband";
 
 /// Least time between two hints: hosts that start containers send notices all the time.
 const QUIET: Duration = Duration::from_millis(100);
@@ -20,38 +30,77 @@ const QUIET: Duration = Duration::from_millis(100);
 /// Notices that are thrown away in one go.
 const DRAIN_MAX: usize = 256;
 
-/// The notices' socket, where there is one.
+/// The notices' sockets, where there are any.
 pub(super) struct Hints {
+    links: Source,
+    devices: Source,
+}
+
+impl Hints {
+    pub(super) fn open() -> Self {
+        let links = open(None, LINK_GROUPS).inspect_err(|error| {
+            tracing::warn!(%error, "no link and address notices: only verbs events and timers tell");
+        });
+        let devices = open(Some(KOBJECT_UEVENT), DEVICE_GROUPS).inspect_err(|error| {
+            tracing::info!(%error, "no notices of devices: new ones are looked for by timer");
+        });
+        Self {
+            links: Source::new(links.ok(), b""),
+            devices: Source::new(devices.ok(), DEVICE_WORDS),
+        }
+    }
+
+    /// Readable when a notice waits.
+    pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        [&self.links, &self.devices]
+            .into_iter()
+            .filter_map(|source| source.socket.as_ref().map(AsFd::as_fd))
+    }
+
+    /// Takes all notices of links and addresses. True if ports are to be read now.
+    pub(super) fn take(&mut self, now: Time) -> bool {
+        self.links.take(now)
+    }
+
+    /// Takes all notices of devices. True if there may be others now.
+    pub(super) fn take_device(&mut self, now: Time) -> bool {
+        self.devices.take(now)
+    }
+
+    /// When a notice that waits becomes a hint.
+    pub(super) fn next_timeout(&self) -> Option<Time> {
+        let waiting = [&self.links, &self.devices];
+        let waiting = waiting.into_iter().filter(|source| source.pending);
+        waiting.map(|source| source.not_before).min()
+    }
+}
+
+/// One socket.
+struct Source {
     socket: Option<OwnedFd>,
+    /// What a notice must have in it to count.
+    words: &'static [u8],
     /// A notice came and no hint was given for it yet.
     pending: bool,
     not_before: Time,
 }
 
-impl Hints {
-    pub(super) fn open() -> Self {
-        let socket = open().inspect_err(|error| {
-            tracing::warn!(%error, "no link and address notices: only verbs events and timers tell");
-        });
+impl Source {
+    fn new(socket: Option<OwnedFd>, words: &'static [u8]) -> Self {
         Self {
-            socket: socket.ok(),
+            socket,
+            words,
             pending: false,
             not_before: Time::ZERO,
         }
     }
 
-    /// Readable when a notice waits.
-    pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.socket.as_ref().map(AsFd::as_fd)
-    }
-
-    /// Takes all notices. True if ports are to be read now.
-    pub(super) fn take(&mut self, now: Time) -> bool {
+    fn take(&mut self, now: Time) -> bool {
         let mut buffer = [0_u8; 4096];
         if let Some(socket) = &self.socket {
             for _ in 0..DRAIN_MAX {
                 match recv(socket, &mut buffer[..], RecvFlags::DONTWAIT) {
-                    Ok(_) => self.pending = true,
+                    Ok((length, _)) => self.pending |= counts(&buffer, length, self.words),
                     // Notices were lost: that is one, too.
                     Err(rustix::io::Errno::NOBUFS) => self.pending = true,
                     Err(_) => break,
@@ -65,20 +114,41 @@ impl Hints {
         self.not_before = now + QUIET;
         true
     }
-
-    /// When a notice that waits becomes a hint.
-    pub(super) fn next_timeout(&self) -> Option<Time> {
-        self.pending.then_some(self.not_before)
-    }
 }
 
-fn open() -> rustix::io::Result<OwnedFd> {
+/// Whether the notice of `length` bytes in a buffer has these words in it.
+fn counts(buffer: &[u8], length: usize, words: &[u8]) -> bool {
+    let notice = buffer.get(..length).unwrap_or(buffer);
+    words.is_empty() || notice.windows(words.len()).any(|here| here == words)
+}
+
+fn open(protocol: Option<Protocol>, groups: u32) -> rustix::io::Result<OwnedFd> {
     let socket = socket_with(
         AddressFamily::NETLINK,
         SocketType::RAW,
         SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
+        protocol,
     )?;
-    bind(&socket, &SocketAddrNetlink::new(0, GROUPS))?;
+    bind(&socket, &SocketAddrNetlink::new(0, groups))?;
     Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_notices_of_rdma_devices_are_hints_of_devices() {
+        let of_device: &[u8] =
+            b"add@/devices/virtual/infiniband/rxe0\0ACTION=add\0SUBSYSTEM=infiniband\0SEQNUM=7\0";
+        let of_link: &[u8] = b"add@/devices/virtual/net/veth0\0ACTION=add\0SUBSYSTEM=net\0";
+        assert!(counts(of_device, of_device.len(), DEVICE_WORDS));
+        assert!(!counts(of_link, of_link.len(), DEVICE_WORDS));
+        assert!(!counts(of_device, 20, DEVICE_WORDS), "no byte past its end");
+        assert!(counts(of_link, of_link.len(), b""));
+        assert!(
+            counts(of_device, usize::MAX, DEVICE_WORDS),
+            "one that was cut"
+        );
+    }
 }

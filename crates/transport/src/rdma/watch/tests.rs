@@ -9,14 +9,15 @@ use super::super::rig::{rig, wait_until};
 use super::*;
 use crate::event::Subscriber;
 
-/// Counts what is to be published.
+/// Counts how often it is to be published that a port is down.
 #[derive(Default)]
 struct Published(AtomicUsize);
 
 impl NicListener for Published {
     fn port(&self, _local: LocalNic, facts: observer::PortFacts, _gids: Vec<Gid>) {
-        assert!(!facts.up, "it is not usable");
-        self.0.fetch_add(1, Ordering::SeqCst);
+        if !facts.up {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
     }
 
     fn rekeyed(&self, _local: LocalNic) {}
@@ -101,4 +102,38 @@ fn a_gate_is_shut_before_anybody_is_told_and_before_the_port_is_read() {
     wait_until("it is told", || gate.found_open.get().is_some());
     assert_eq!(gate.found_open.get(), Some(&false));
     wait_until("it is taken back", || gate.nic.is_gate_open());
+}
+
+/// Threads of this process that are called so.
+fn threads(name: &str) -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
+    let names = tasks.flatten().filter_map(|task| {
+        // It may have ended meanwhile.
+        std::fs::read_to_string(task.path().join("comm")).ok()
+    });
+    names.filter(|found| found.trim() == name).count()
+}
+
+#[test]
+fn a_device_whose_reading_hangs_is_not_opened_again_before_that_has_ended() {
+    const HANG: Duration = Duration::from_secs(4);
+    let rig = rig(3, 1);
+    let transport = rig.transport(0, "a1");
+    let nic = Arc::clone(&transport.nics()[0]);
+    let begin = std::time::Instant::now();
+    rig.fabric.hang_control(rig.hosts[0].1[0], HANG);
+    let listener = Arc::new(Published::default());
+    let started = transport.observe(listener, Events::default());
+    started.expect("a thread");
+    while begin.elapsed() < HANG {
+        let hanging = threads("ctl-sim0");
+        if begin.elapsed() < HANG {
+            // Each try to open it would be one more that hangs.
+            assert!(hanging <= 1, "{hanging} threads");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    wait_until("it is open again", || {
+        nic.opening().is_some_and(|opening| opening.number() > 0)
+    });
 }

@@ -93,13 +93,19 @@ fn edits_that_cannot_be_made_change_nothing() {
     let mut record = local_record(&["a", "b"], PublishOrder::Fixed);
     apply(&mut record, register(1, 2));
     let before = rendered(&record);
-    let Input::Edit(short) = register(2, 1) else {
+    let Input::Edit(long) = register(2, 3) else {
         panic!("an edit is expected");
     };
     assert_eq!(
-        record.apply(short),
-        Err(EditError::Keys { keys: 1, nics: 2 })
+        record.apply(long),
+        Err(EditError::Keys { keys: 3, nics: 2 })
     );
+    let skipped = Edit::Nic {
+        local: LocalNic(3),
+        name: "d".into(),
+    };
+    let refused = EditError::Order { local: 3, nics: 2 };
+    assert_eq!(record.apply(skipped), Err(refused));
     let Input::Edit(twice) = register(1, 2) else {
         panic!("an edit is expected");
     };
@@ -113,6 +119,45 @@ fn edits_that_cannot_be_made_change_nothing() {
         Ok(false)
     );
     assert_eq!(rendered(&record), before);
+}
+
+#[test]
+fn a_nic_that_is_added_is_last_and_down_and_gets_its_keys_later() {
+    let mut record = local_record(&["a"], PublishOrder::Fixed);
+    apply(&mut record, port(0, true, "10.0.0.1"));
+    apply(&mut record, register(1, 1));
+    let (local, name) = (LocalNic(1), "b".to_owned());
+    assert_eq!(record.apply(Edit::Nic { local, name }), Ok(true));
+    // Whoever registered this had not heard of it.
+    apply(&mut record, register(2, 1));
+    let descriptor = rendered(&record);
+    assert_eq!(names(&descriptor), ["a", "b"]);
+    let keys: Vec<_> = descriptor
+        .buffers
+        .iter()
+        .map(|buffer| &buffer.rkey[..])
+        .collect();
+    assert_eq!(keys, [[1, 0], [2, 0]]);
+    assert_eq!(
+        descriptor.rerail.expect("ours").devices[1].state,
+        DeviceState::Down
+    );
+    let pair = |rkey| KeyPair { lkey: rkey, rkey };
+    let keys = BTreeMap::from([(RegionId(1), pair(8)), (RegionId(2), pair(9))]);
+    assert_eq!(record.apply(Edit::Rekey { local, keys }), Ok(true));
+    apply(&mut record, port(1, true, "10.0.0.2"));
+    let descriptor = rendered(&record);
+    let keys: Vec<_> = descriptor
+        .buffers
+        .iter()
+        .map(|buffer| &buffer.rkey[..])
+        .collect();
+    assert_eq!(keys, [[1, 8], [2, 9]]);
+    // The first that is learnt of it is no recovery.
+    assert_eq!(
+        descriptor.rerail.expect("ours").devices[1].state,
+        DeviceState::Up
+    );
 }
 
 #[test]
