@@ -100,6 +100,27 @@ impl fmt::Display for Meeting {
     }
 }
 
+/// Who initiates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The C++ engine, against our target.
+    TheyInitiate,
+    /// We, against a C++ target.
+    WeInitiate,
+}
+
+/// Moves bytes to and fro between the C++ engine and ours, without a store, and compares them.
+///
+/// # Errors
+/// If something fails or differs, or there is no C++ engine.
+pub fn meet(setting: Setting, role: Role) -> Result<()> {
+    let cpp = Cpp::from_env()?;
+    match role {
+        Role::TheyInitiate => cpp_initiates(&cpp, &setting, HANDSHAKE),
+        Role::WeInitiate => we_initiate(&cpp, &setting, HANDSHAKE),
+    }
+}
+
 /// A row of the table: what is moved, given the store's URL.
 type Row = fn(&Cpp, &Setting, &str) -> Result<()>;
 

@@ -100,6 +100,7 @@ fn main() {
         "gate closed",
         "endpoints cut",
         "record stored",
+        "peer's cache",
         "peer's rail left",
     ];
     let mut times: Vec<Vec<Duration>> = vec![Vec::new(); steps.len()];
@@ -124,7 +125,9 @@ fn main() {
             log.wait(steps[0], |event| matches!(event, Event::GateClosed { .. })),
             log.wait(steps[1], |event| matches!(event, Event::EndpointsCut { .. })),
             log.wait(steps[2], |event| matches!(event, Event::Published { .. })),
-            peer_log.wait(steps[3], |event| {
+            // The peer acknowledges what it has taken in.
+            log.wait(steps[3], |event| matches!(event, Event::PeerTold { .. })),
+            peer_log.wait(steps[4], |event| {
                 matches!(event, Event::Rail { peer, to: "down", .. } if peer.ends_with("sim1"))
             }),
         ];

@@ -155,6 +155,8 @@ fn cpp_writes(cpp: &Cpp, segment: &str) -> Result<Seen> {
     sleep(Duration::from_secs(2));
     faults()?;
     let output = job.output_within(ENDED_WITHIN)?;
+    // Its log shows with ours, should the scenario fail.
+    eprintln!("{}", String::from_utf8_lossy(&output.stderr));
     let text = text();
     let report: Value = serde_json::from_str(text.lines().nth(1).unwrap_or_default())
         .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;

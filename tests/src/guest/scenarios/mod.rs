@@ -50,5 +50,6 @@ scenarios! {
     cpp_engines_through_faults,
     hundred_flaps,
     mtu,
+    news_in_time,
     rdma_bind_address,
 }
