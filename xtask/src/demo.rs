@@ -13,10 +13,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::artifacts::Artifacts;
 use crate::guest::Session;
 use crate::process::{self, BoundChild};
-use crate::workspace;
+use crate::{setup, workspace};
 
 /// How long a process may take to be ready, to move the data, and to end.
 const READY_WITHIN: Duration = Duration::from_secs(30);
@@ -24,13 +23,15 @@ const MOVED_WITHIN_S: u64 = 120;
 const ENDED_WITHIN: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(20);
 /// The guest's limit: it boots, and its processors are emulated.
-const GUEST_LIMIT_S: u64 = 240;
+const GUEST_LIMIT_S: u64 = 600;
+const GUEST_MEMORY_MIB: u32 = 4096;
 const MIB: u64 = 1024 * 1024;
 
 /// Arguments of `cargo xtask demo`.
 #[derive(clap::Args, Default)]
 pub(crate) struct DemoArgs {
-    /// Over real verbs, in the soft-RoCE guest, instead of over TCP on this machine.
+    /// Over real verbs, in the soft-RoCE guest, instead of over TCP on this machine. Needs what
+    /// `cargo xtask setup` installs, 4 GiB of memory and some minutes; no RDMA device, no root.
     #[arg(long)]
     soft_roce: bool,
     /// Runs it with a program that is already built, here and now.
@@ -70,13 +71,25 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode> {
 
 /// Starts this program in the guest, to run the demo there.
 fn in_guest() -> Result<ExitCode> {
-    let artifacts = Artifacts::build()?;
+    println!(
+        "demo: over soft-RoCE it runs in a guest of QEMU, with Debian's kernel and this machine's \
+         programs; it needs no RDMA device, no root and no KVM, but {} GiB of memory, some minutes, \
+         the network at the first start (the kernel is fetched), and what `cargo xtask setup` \
+         installs",
+        GUEST_MEMORY_MIB / 1024
+    );
+    setup::check_guest()?;
+    println!("demo: building the program with real verbs");
+    let mut build = process::cargo();
+    build.args(["build", "--locked", "--package", "rerail"]);
+    build.args(["--no-default-features", "--features", "ibv,server,http"]);
+    process::run(&mut build)?;
     let command: [OsString; 5] = [
-        artifacts.program("xtask")?.into(),
+        std::env::current_exe()?.into(),
         "demo".into(),
         "--soft-roce".into(),
         "--with".into(),
-        artifacts.program("rerail")?.into(),
+        workspace::target().join("debug/rerail").into(),
     ];
     println!("demo: booting the guest");
     let ending = Session {
@@ -84,7 +97,7 @@ fn in_guest() -> Result<ExitCode> {
         env: Vec::new(),
         cwd: workspace::root(),
         timeout: Duration::from_secs(GUEST_LIMIT_S),
-        memory_mib: 4096,
+        memory_mib: GUEST_MEMORY_MIB,
         cpus: 2,
         out: workspace::target().join("guest/out"),
         rig: true,

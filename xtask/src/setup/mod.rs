@@ -9,6 +9,7 @@ mod libclang;
 pub(crate) use apt::{AptLists, DebPackage};
 pub(crate) use libclang::libclang_dir;
 
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Result, bail};
@@ -112,6 +113,38 @@ pub(crate) fn install_missing() -> Result<()> {
              bindings do not build with a newer one. Install libclang-14-dev, or set \
              LIBCLANG_PATH to a directory that holds one",
             libclang::NEWEST_USABLE
+        );
+    }
+    Ok(())
+}
+
+/// Checks that what builds the verbs bindings and boots the guest is there, and installs nothing.
+pub(crate) fn check_guest() -> Result<()> {
+    let mut missing = Vec::new();
+    for program in [
+        "gcc",
+        "qemu-system-x86_64",
+        "busybox",
+        "cpio",
+        "kmod",
+        "ip",
+        "dpkg-deb",
+    ] {
+        if process::find(program).is_none() {
+            missing.push(program);
+        }
+    }
+    if !Path::new("/usr/include/infiniband/verbs.h").is_file() {
+        missing.push("libibverbs' headers");
+    }
+    if libclang_dir().is_none() {
+        missing.push("libclang, no newer than 15");
+    }
+    if !missing.is_empty() {
+        bail!(
+            "not here: {}. `cargo xtask setup` installs all of it on Debian and its children, and \
+             elsewhere says which packages hold it",
+            missing.join(", ")
         );
     }
     Ok(())

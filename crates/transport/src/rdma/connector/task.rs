@@ -660,6 +660,8 @@ impl EndpointTask {
                 {
                     self.unproved(probe);
                 }
+                // A READ over ends that disagree may neither end nor fail.
+                (CloseCause::Stalled(_), Some(probe)) => self.unproved(probe),
                 (CloseCause::Failed { status, .. }, None)
                     if verdict(*status) == Verdict::Path && !rail.has_moved_long() =>
                 {

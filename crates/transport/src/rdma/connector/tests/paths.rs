@@ -153,6 +153,32 @@ fn packets_that_are_too_long_for_the_way_to_the_peer_do_so_too() {
     over_a_short_way(25, 0);
 }
 
+#[test]
+fn a_long_probe_that_never_ends_makes_the_next_connection_use_shorter_packets() {
+    let rig = rig(29, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let mut lost = 0;
+    let silent = rig.fabric.on_work(move |work| {
+        // One on each queue pair of the first connection.
+        let is_long_probe = work.opcode == RdmaOpcode::Read && work.bytes > 0;
+        lost += u32::from(is_long_probe);
+        if is_long_probe && lost <= 2 {
+            WorkVerdict::LoseCompletion
+        } else {
+            WorkVerdict::Pass
+        }
+    });
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    let mtus: Vec<_> = asked(&rig)
+        .into_iter()
+        .filter_map(|ask| ask.path_mtu)
+        .collect();
+    assert_eq!(mtus, [Mtu::Mtu4096, Mtu::Mtu1024]);
+    drop(silent);
+}
+
 /// Moves between ends that do not tell each other their MTUs, with an interface of 1500 at `small`.
 fn between_ends_that_do_not_say(seed: u64, small: usize) {
     let rig = rig(seed, 1);
