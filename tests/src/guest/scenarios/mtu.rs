@@ -33,14 +33,15 @@ fn body() -> Result<()> {
         set(A0.name, target)?;
         set(A1.name, initiator)?;
         timed(&format!("{what}: ours"), moves)?;
-        timed(&format!("{what}: ours to C++"), || interop::meet(interop::RDMA, Role::WeInitiate))?;
-        let cpp = || interop::meet(interop::RDMA, Role::TheyInitiate);
-        if initiator < target {
-            timed(&format!("{what}: C++ to ours"), cpp)?;
+        // The C++ engine tells nobody its MTU and asks nobody for theirs. Where it has the larger
+        // one its packets do not fit our interface, and no setting of ours helps (`MC_MTU` at its
+        // end does): that is so between two of its kind, too.
+        let (role, direction) = if target < initiator {
+            (Role::WeInitiate, "ours to C++")
         } else {
-            // It sends packets of 4096 bytes, whoever the target is, and the wire drops them.
-            println!("{what}: C++ to ours cannot be: it asks nobody for an MTU");
-        }
+            (Role::TheyInitiate, "C++ to ours")
+        };
+        timed(&format!("{what}: {direction}"), || interop::meet(interop::RDMA, role))?;
     }
     restore()?;
     set(&format!("p{}", A0.name), SMALL)?;

@@ -33,22 +33,30 @@ const TOLD_MAX_MS: f64 = 1_000.0;
 fn body() -> Result<()> {
     let traffic = Traffic::start(&Plan::both_rails(240))?;
     let (device, log) = (A0.device(), &traffic.target_log);
-    let is_cut = |event: &Value| is_of(event, "endpoints_cut", &device);
-    let steps: [(&str, &dyn Fn(&Value) -> bool); 4] = [
-        ("gate closed", &|event| is_of(event, "gate_closed", &device)),
-        ("endpoints cut", &is_cut),
-        ("record stored", &|event| event["event"] == "published"),
-        ("peer's cache", &|event| event["event"] == "peer_told"),
-    ];
+    let steps = ["gate closed", "endpoints cut", "record stored", "peer's cache"];
     let mut times = vec![Vec::new(); steps.len()];
     for _ in 0..ROUNDS {
         settle(&traffic)?;
         let mark = log.mark()?;
         let failed = now_ms();
         set_down(A0)?;
-        for ((what, wanted), times) in steps.iter().zip(&mut times) {
-            let event = log.wait(what, WITHIN, mark, wanted)?;
-            times.push(time_ms(&event)? - failed);
+        let gate = log.wait(steps[0], WITHIN, mark, |event| {
+            is_of(event, "gate_closed", &device)
+        })?;
+        let cut = log.wait(steps[1], WITHIN, mark, |event| {
+            is_of(event, "endpoints_cut", &device)
+        })?;
+        // The first record without the port.
+        let edited = log.wait("the record is edited", WITHIN, mark, |event| {
+            event["event"] == "edited" && time_ms(event).ok() >= time_ms(&gate).ok()
+        })?;
+        let has = |event: &Value, kind: &str| {
+            event["event"] == kind && event["generation"].as_u64() >= edited["generation"].as_u64()
+        };
+        let stored = log.wait(steps[2], WITHIN, mark, |event| has(event, "published"))?;
+        let known = log.wait(steps[3], WITHIN, mark, |event| has(event, "peer_told"))?;
+        for (event, times) in [gate, cut, stored, known].iter().zip(&mut times) {
+            times.push(time_ms(event)? - failed);
         }
         let mark = log.mark()?;
         A0.up()?;
@@ -59,7 +67,7 @@ fn body() -> Result<()> {
     traffic.stop_initiator()?;
     println!("from the event, {ROUNDS} rounds:       p50        p99");
     let mut medians = Vec::new();
-    for ((what, _), times) in steps.iter().zip(&mut times) {
+    for (what, times) in steps.iter().zip(&mut times) {
         times.sort_by(f64::total_cmp);
         let at = |percent: usize| times[(times.len() - 1) * percent / 100];
         println!("{what:24} {:9.3} ms {:9.3} ms", at(50), at(99));

@@ -675,6 +675,7 @@ impl EndpointTask {
                         && !rail.has_moved_long() =>
                 {
                     self.long_lost(Doubt::Sure);
+                    self.warn_of_mtus();
                 }
                 _ => {}
             }
@@ -712,6 +713,19 @@ impl EndpointTask {
                     self.paths().silent(now, &self.way(), gid);
                 }
             }
+        }
+    }
+
+    /// A length was refused. Where our packets are short already, and the peer does not say how
+    /// long its own are, only its operator can help.
+    fn warn_of_mtus(&self) {
+        let mtu = self.local.as_ref().and_then(|local| local.path_mtu);
+        if self.machine.is_mtu_unsaid() && mtu.is_some_and(|mtu| mtu <= MTU_SAFE) {
+            tracing::warn!(
+                nic = self.nic.name(), peer = %self.peer_path, mtu = mtu.map(|mtu| mtu.bytes()),
+                "the peer seems to use a longer path MTU than our interface has, and does not \
+                 negotiate it: give both interfaces the same MTU, or set MC_MTU at the peer"
+            );
         }
     }
 
