@@ -74,14 +74,15 @@ fn reads_are_finished_on_devices_whose_reads_need_proof() {
 
 #[test]
 fn a_request_whose_post_is_refused_ends_by_its_deadline() {
-    // The simulated provider refuses work of more than 1 GiB, which the cutting allows here.
+    // The simulated provider refuses work of more than 1 GiB, which the port says that it carries.
     let length = (1 << 30) + 1;
     let fabric = RealTimeFabric::start(FabricOptions::card(12)).expect("a thread");
     let settings = [
         ("MC_SLICE_SIZE", "1073741824"),
         ("MC_TRANSFER_TIMEOUT", "5"),
     ];
-    let (own, peer) = engines(&fabric, |_| {}, &settings);
+    let longest = |nic: &mut NicOptions| nic.ports[0].max_msg_bytes = u32::MAX;
+    let (own, peer) = engines(&fabric, longest, &settings);
     let (source, target) = (registered(&own, length), registered(&peer, length));
     let segment = own.open_segment(peer.name()).expect("the peer is there");
     let batch = own.allocate_batch(1);
