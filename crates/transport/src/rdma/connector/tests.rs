@@ -264,8 +264,10 @@ fn memory_may_be_reused_once_a_transfer_is_reported_finished() {
     let ones = vec![1; 64 * KIB as usize];
     let twos = vec![2; 64 * KIB as usize];
     source.memory().copy_in(0, &ones).expect("inside");
-    // The packets are long on their way, and nobody tells the peer to stop listening to them.
+    // The packets are long on their way, and nobody tells the peer to stop listening to them: a
+    // new connection would have it give its end up.
     rig.wire.loses_closes.store(true, Ordering::SeqCst);
+    *rig.wire.refusal.lock().expect("whole") = Some(("host0", "not now"));
     let latency = Duration::from_millis(600);
     let slow = rig.fabric.degrade(
         rig.port(0, 0),
