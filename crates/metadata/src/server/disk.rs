@@ -3,7 +3,7 @@
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -32,6 +32,16 @@ const CACHE_BYTES: usize = 16 << 20;
 /// The disk could not write; nothing is acknowledged until what is on it has been read again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct DiskFailed;
+
+/// What a directory has to have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Expected {
+    /// Nothing: what is missing is made.
+    Anything,
+    /// The file, with every change up to this revision. Nothing is made, so that a directory that
+    /// is no longer mounted is not taken for one without records.
+    AtLeast(u64),
+}
 
 /// The writing thread's queue.
 #[derive(Debug)]
@@ -103,34 +113,50 @@ impl Written {
 }
 
 impl Disk {
-    pub(super) fn open(dir: &Path, table: &mut Table, now: Instant) -> Result<Self, MetadataError> {
+    /// Opens the file in `dir`, and fills `table` from it. `acknowledged` is kept at the last
+    /// revision that the file has.
+    pub(super) fn open(
+        dir: &Path,
+        expected: Expected,
+        table: &mut Table,
+        acknowledged: &Arc<AtomicU64>,
+        now: Instant,
+    ) -> Result<Self, MetadataError> {
         let cannot = |reason: String| MetadataError::Setting {
             name: "--data-dir".into(),
             reason: format!("{}: {reason}", dir.display()),
         };
-        std::fs::create_dir_all(dir).map_err(|error| cannot(error.to_string()))?;
+        if expected == Expected::Anything {
+            std::fs::create_dir_all(dir).map_err(|error| cannot(error.to_string()))?;
+        }
         // A damaged file is an error. redb finds most damage by itself, and panics over some.
         let read = std::panic::catch_unwind(AssertUnwindSafe(|| {
-            let database = Database::builder()
-                .set_cache_size(CACHE_BYTES)
-                .create(dir.join(FILE))
-                .map_err(|error| format!("cannot open {FILE}: {error}"))?;
-            load(&database, table, now)?;
-            Ok(database)
+            let mut builder = Database::builder();
+            builder.set_cache_size(CACHE_BYTES);
+            let file = dir.join(FILE);
+            let database = match expected {
+                Expected::Anything => builder.create(file),
+                Expected::AtLeast(_) => builder.open(file),
+            };
+            let database = database.map_err(|error| format!("cannot open {FILE}: {error}"))?;
+            let revision = load(&database, expected, table, now)?;
+            Ok((database, revision))
         }));
-        let database = read
+        let (database, revision) = read
             .unwrap_or_else(|_| Err(format!("cannot read {FILE}: it is damaged")))
             .map_err(cannot)?;
 
         let (queue, entries) = mpsc::unbounded_channel();
         let failed = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&failed);
+        acknowledged.store(revision, Ordering::Release);
+        let acknowledged = Arc::clone(acknowledged);
         let thread = std::thread::Builder::new()
             .name("metadata-disk".into())
             .spawn(move || {
                 // However it ends, also by a panic over a damaged file.
                 let _ended = Ended(&flag);
-                write_loop(&database, entries);
+                write_loop(&database, entries, &acknowledged);
             })
             .map_err(|error| cannot(error.to_string()))?;
         Ok(Self {
@@ -158,11 +184,17 @@ impl Disk {
     }
 }
 
-fn load(database: &Database, table: &mut Table, now: Instant) -> Result<(), String> {
+/// Fills `table`, and returns the last revision that the file has.
+fn load(
+    database: &Database,
+    expected: Expected,
+    table: &mut Table,
+    now: Instant,
+) -> Result<u64, String> {
     let text = |error: &dyn std::fmt::Display| format!("cannot read {FILE}: {error}");
-    // Makes the tables of a new file.
+    // Makes the tables of a new file, and shows that it can be written.
     let write = database.begin_write().map_err(|error| text(&error))?;
-    {
+    let revision = {
         let mut meta = write.open_table(META).map_err(|error| text(&error))?;
         let format = meta
             .get(FORMAT)
@@ -182,6 +214,15 @@ fn load(database: &Database, table: &mut Table, now: Instant) -> Result<(), Stri
         }
         let revision = meta.get(REVISION).map_err(|error| text(&error))?;
         let revision = revision.map_or(0, |guard| guard.value());
+        if let Expected::AtLeast(least) = expected
+            && revision < least
+        {
+            return Err(format!(
+                "{FILE} has changes up to {revision}, but those up to {least} were acknowledged: \
+                 it is an older one, or another; put the right one back, or start the server \
+                 again to take this one"
+            ));
+        }
         let mut leases = Vec::new();
         let lease_table = write.open_table(LEASES).map_err(|error| text(&error))?;
         for entry in lease_table.iter().map_err(|error| text(&error))? {
@@ -201,8 +242,10 @@ fn load(database: &Database, table: &mut Table, now: Instant) -> Result<(), Stri
             records.push((key.value().to_owned(), stored));
         }
         table.restore(leases, records, revision, now);
-    }
-    write.commit().map_err(|error| text(&error))
+        revision
+    };
+    write.commit().map_err(|error| text(&error))?;
+    Ok(revision)
 }
 
 /// Notes that nothing is written any more.
@@ -210,11 +253,21 @@ struct Ended<'flag>(&'flag AtomicBool);
 
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!(
+                "writing the metadata to disk panicked, over a damaged {FILE} most likely; \
+                 refusing all changes until it can be read again"
+            );
+        }
         self.0.store(true, Ordering::Release);
     }
 }
 
-fn write_loop(database: &Database, mut entries: mpsc::UnboundedReceiver<Entry>) {
+fn write_loop(
+    database: &Database,
+    mut entries: mpsc::UnboundedReceiver<Entry>,
+    acknowledged: &AtomicU64,
+) {
     while let Some(first) = entries.blocking_recv() {
         let mut group = vec![first];
         while group.len() < GROUP_MAX {
@@ -229,6 +282,10 @@ fn write_loop(database: &Database, mut entries: mpsc::UnboundedReceiver<Entry>) 
                 "cannot write the metadata to disk; refusing all changes until it can be read again"
             );
             return;
+        }
+        let changes = group.iter().flat_map(|entry| &entry.changes);
+        if let Some(revision) = changes.filter_map(Change::revision).last() {
+            acknowledged.store(revision, Ordering::Release);
         }
         for entry in group {
             // The client may be gone; its change is on disk all the same.
@@ -270,9 +327,28 @@ fn commit(database: &Database, group: &[Entry]) -> Result<(), Box<dyn std::error
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::Duration;
 
-    use super::Room;
+    use super::{Ended, Room};
+    use crate::server::tests::Log;
+
+    #[test]
+    fn a_panic_of_the_writing_thread_is_told() {
+        let log = Log::default();
+        let failed = AtomicBool::new(false);
+        let panicked = std::thread::scope(|scope| {
+            let writing = || {
+                let _told = log.collect();
+                let _ended = Ended(&failed);
+                panic!("as redb does over a damaged file");
+            };
+            scope.spawn(writing).join()
+        });
+        assert!(panicked.is_err());
+        assert!(failed.load(Ordering::Acquire));
+        assert_eq!(log.count("ERROR", "damaged metadata.redb"), 1, "{log:?}");
+    }
 
     #[tokio::test(start_paused = true)]
     async fn changes_wait_for_room_however_their_clients_fare() {

@@ -37,6 +37,7 @@ mod tests;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -45,7 +46,7 @@ use tokio::sync::watch;
 
 use crate::error::MetadataError;
 use crate::secret::Secret;
-use disk::{Disk, Room};
+use disk::{Disk, Expected, Room};
 use table::Table;
 use writes::WritesLog;
 
@@ -147,6 +148,8 @@ struct Shared {
     /// Room for changes that wait for the disk, if there is one.
     room: Option<Room>,
     writes: Option<WritesLog>,
+    /// The last revision that is on disk, if there is one. What is opened again has to have it.
+    acknowledged: Arc<AtomicU64>,
     revision: watch::Sender<u64>,
     requests: tokio::sync::Semaphore,
     watches: tokio::sync::Semaphore,
@@ -186,9 +189,13 @@ impl MetadataServer {
             .duration_since(UNIX_EPOCH)
             .map_or(1, |since| since.as_micros() as u64);
         let mut table = Table::new(options.limits.clone(), start);
+        let acknowledged = Arc::default();
         let disk = match &options.data_dir {
             None => None,
-            Some(dir) => Some(Disk::open(dir, &mut table, Instant::now())?),
+            Some(dir) => {
+                let (any, now) = (Expected::Anything, Instant::now());
+                Some(Disk::open(dir, any, &mut table, &acknowledged, now)?)
+            }
         };
         let writes = match &options.writes_log {
             None => None,
@@ -216,6 +223,7 @@ impl MetadataServer {
                 .then(|| Room::new(options.limits.disk_queue_bytes_max)),
             state: Mutex::new(State { table, disk }),
             writes,
+            acknowledged,
             revision,
             options,
             counters: routes::Counters::default(),
@@ -308,14 +316,17 @@ impl Shared {
     }
 
     /// Goes back to what the disk has, after it has failed: what it had not was acknowledged to
-    /// nobody. Watches are told to read anew.
+    /// nobody. A directory that lacks what was acknowledged is refused. Watches are told to read
+    /// anew.
     fn reload(&self, dir: &Path) -> Result<(), MetadataError> {
         // The file is free once its last user is gone.
         let failed = self.lock().disk.take();
         drop(failed);
         let start = self.lock().table.revision().saturating_add(1);
         let mut table = Table::new(self.options.limits.clone(), start);
-        let disk = Disk::open(dir, &mut table, Instant::now())?;
+        let expected = Expected::AtLeast(self.acknowledged.load(Ordering::Acquire));
+        let acknowledged = &self.acknowledged;
+        let disk = Disk::open(dir, expected, &mut table, acknowledged, Instant::now())?;
         let mut state = self.lock();
         let revision = table.revision();
         *state = State {
@@ -329,6 +340,8 @@ impl Shared {
 
 /// Opens the data again after the disk has failed, such as for want of space.
 async fn mend_disk(shared: std::sync::Weak<Shared>, dir: PathBuf) {
+    // Each reason is told once, and not every two seconds for as long as it lasts.
+    let mut told = None;
     loop {
         tokio::time::sleep(MEND_INTERVAL).await;
         let Some(shared) = shared.upgrade() else {
@@ -339,10 +352,22 @@ async fn mend_disk(shared: std::sync::Weak<Shared>, dir: PathBuf) {
         }
         let dir = dir.clone();
         let reloaded = tokio::task::spawn_blocking(move || shared.reload(&dir)).await;
-        match reloaded {
-            Ok(Ok(())) => tracing::info!("the metadata is on disk again; changes are taken"),
-            Ok(Err(error)) => tracing::debug!(%error, "the disk does not work yet"),
-            Err(error) => tracing::error!(%error, "cannot read the disk again"),
+        let reason = match reloaded {
+            Ok(Ok(())) => {
+                tracing::info!("the metadata is on disk again; changes are taken");
+                told = None;
+                continue;
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(error) => error.to_string(),
+        };
+        if told.as_ref() != Some(&reason) {
+            tracing::warn!(
+                reason,
+                "cannot open the metadata again; refusing all changes, and trying every {} s",
+                MEND_INTERVAL.as_secs()
+            );
+            told = Some(reason);
         }
     }
 }

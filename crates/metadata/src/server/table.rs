@@ -57,6 +57,17 @@ pub(super) enum Change {
     EndLease { id: Arc<str> },
 }
 
+impl Change {
+    /// The revision that it leads to, if it is one of a record.
+    pub(super) fn revision(&self) -> Option<u64> {
+        match self {
+            Self::Put { stored, .. } => Some(stored.version),
+            Self::Delete { revision, .. } => Some(*revision),
+            Self::GrantLease { .. } | Self::EndLease { .. } => None,
+        }
+    }
+}
+
 /// What a request asks of the record it changes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Condition {

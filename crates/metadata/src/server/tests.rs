@@ -1,9 +1,136 @@
+use std::io::Write;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::ServerLimits;
 use super::table::{Condition, Refusal, Since, Table};
+use super::{CHANGE_BYTES, MEND_INTERVAL, MetadataServer, ServerLimits, ServerOptions, Shared};
+
+/// What a thread logs.
+#[derive(Clone, Default, Debug)]
+pub(super) struct Log(Arc<Mutex<String>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let mut text = self.0.lock().expect("lock");
+        text.push_str(&String::from_utf8_lossy(bytes));
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Log {
+    /// Collects from this thread while the guard lives.
+    pub(super) fn collect(&self) -> tracing::subscriber::DefaultGuard {
+        let writer = self.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(move || writer.clone())
+            .finish();
+        tracing::subscriber::set_default(subscriber)
+    }
+
+    /// Lines of this level that contain `what`.
+    pub(super) fn count(&self, level: &str, what: &str) -> usize {
+        let text = self.0.lock().expect("lock");
+        let lines = text.lines();
+        lines
+            .filter(|line| line.contains(level) && line.contains(what))
+            .count()
+    }
+}
+
+fn on_disk(dir: &Path) -> MetadataServer {
+    let data_dir = Some(dir.to_owned());
+    let options = ServerOptions {
+        data_dir,
+        ..ServerOptions::default()
+    };
+    MetadataServer::open(options).expect("opened")
+}
+
+async fn put(shared: &Shared, key: &str, value: &'static str) {
+    let value = Bytes::from_static(value.as_bytes());
+    let put = |table: &mut Table, _| table.put(key, value, Condition::None, None);
+    let put = shared.change(None, CHANGE_BYTES, put).await;
+    put.expect("on disk").expect("put");
+}
+
+fn read(shared: &Shared, key: &str) -> Option<Bytes> {
+    let state = shared.lock();
+    state.table.get(key).map(|stored| stored.value.clone())
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_served_as_healed_that_lacks_what_was_acknowledged() {
+    let parent = tempfile::tempdir().expect("a directory");
+    let dir = parent.path().join("data");
+    let file = dir.join("metadata.redb");
+    let server = on_disk(&dir);
+    let shared = &*server.shared;
+    put(shared, "k", "1").await;
+    // As after a failure. The file is whole once it is closed.
+    let fail = || shared.lock().disk = None;
+    fail();
+    let older = std::fs::read(&file).expect("the file");
+    shared.reload(&dir).expect("all is there");
+    put(shared, "k", "2").await;
+    fail();
+    let newest = std::fs::read(&file).expect("the file");
+    let other = parent.path().join("other");
+    drop(on_disk(&other));
+    let other = std::fs::read(other.join("metadata.redb")).expect("a file without records");
+
+    let refused = |why: &str| {
+        let error = shared.reload(&dir).expect_err(why).to_string();
+        assert!(error.contains(&*dir.to_string_lossy()), "{error}");
+        assert!(error.contains(why), "{error}");
+        assert!(shared.disk_has_failed());
+        assert_eq!(read(shared, "k").expect("served"), "2");
+    };
+    std::fs::remove_file(&file).expect("removed");
+    refused("No such file");
+    assert!(!file.exists(), "a file was made");
+    std::fs::remove_dir(&dir).expect("removed");
+    refused("No such file");
+    assert!(!dir.exists(), "a directory was made");
+    std::fs::create_dir(&dir).expect("made");
+    for stale in [older, other] {
+        std::fs::write(&file, stale).expect("written");
+        refused("were acknowledged");
+    }
+    std::fs::write(&file, newest).expect("written");
+    shared.reload(&dir).expect("all is there");
+    assert_eq!(read(shared, "k").expect("served"), "2");
+    put(shared, "k", "3").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_reason_why_the_disk_stays_unusable_is_told_once() {
+    let log = Log::default();
+    let _told = log.collect();
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = on_disk(dir.path());
+    put(&server.shared, "k", "1").await;
+    server.shared.lock().disk = None;
+    let file = dir.path().join("metadata.redb");
+    let aside = dir.path().join("aside");
+    std::fs::rename(&file, &aside).expect("renamed");
+    tokio::time::sleep(10 * MEND_INTERVAL).await;
+    assert_eq!(log.count("WARN", "No such file"), 1, "{log:?}");
+    std::fs::write(&file, "no database").expect("written");
+    tokio::time::sleep(10 * MEND_INTERVAL).await;
+    assert_eq!(log.count("WARN", "metadata.redb"), 2, "{log:?}");
+    std::fs::rename(&aside, &file).expect("renamed");
+    tokio::time::sleep(2 * MEND_INTERVAL).await;
+    assert_eq!(log.count("INFO", "on disk again"), 1, "{log:?}");
+    put(&server.shared, "k", "2").await;
+}
 
 fn table(limits: ServerLimits) -> Table {
     Table::new(limits, 100)
