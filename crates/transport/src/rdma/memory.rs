@@ -80,7 +80,8 @@ pub struct ChunkKeys {
 }
 
 /// A registration that came to nothing.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
 pub struct NotRegistered {
     /// Why.
     pub error: TransportError,
