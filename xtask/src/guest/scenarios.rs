@@ -45,7 +45,8 @@ pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
     setup::install_missing()?;
     let artifacts = Artifacts::build()?;
     let out = workspace::target().join("guest/out");
-    let claims = out.join("claims");
+    // Of this run alone: another one beside it must not take its scenarios away.
+    let claims = out.join(format!("claims-{}", std::process::id()));
     let _ = fs::remove_dir_all(&claims);
     fs::create_dir_all(&claims).with_context(|| format!("cannot make {}", claims.display()))?;
     let mut command: Vec<OsString> = vec![artifacts.program("guest-scenarios")?.into()];
@@ -55,7 +56,7 @@ pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
     if args.list {
         command.push("--list".into());
     } else {
-        command.extend(["--claims".into(), claims.into()]);
+        command.extend(["--claims".into(), claims.clone().into()]);
     }
     command.extend(args.parts.iter().map(OsString::from));
     // `CRATE=PATH`, separated by colons, as the scenarios' runner reads it.
@@ -100,6 +101,7 @@ pub(crate) fn scenarios(args: &ScenarioArgs) -> Result<()> {
             .map(|ending| ending.unwrap_or_else(|_| Err(anyhow!("the thread of a guest panicked"))))
             .collect::<Result<Vec<_>>>()
     })?;
+    let _ = fs::remove_dir_all(&claims);
     for ending in &endings {
         if let Some(problem) = ending.problem(limit_s) {
             bail!("{problem}");

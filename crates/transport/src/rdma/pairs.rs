@@ -141,7 +141,7 @@ fn own_rows(
 }
 
 /// Moves the queue pairs to RTS, each towards the peer's at its position, with the first of `rows`
-/// with which that is possible.
+/// with which that is possible. Rows are tried while the device says at once that they do not do.
 pub(super) fn raise(
     pairs: &[QueuePair],
     nic: &Nic,
@@ -167,8 +167,11 @@ pub(super) fn raise(
                     nic = nic.name(), own = %row.gid, peer = %peer.gid, %error, "no way"
                 );
                 refused.push(row.gid);
+                let took_long = errno(&error) == Some(Errno::TIMEDOUT);
                 last = Some((row.gid, error));
-                if !is_untouched {
+                // A neighbour that does not answer has held the control thread for a second, in
+                // which nobody else's queue pairs go to ERR. The next handshake tries the next row.
+                if !is_untouched || took_long {
                     break;
                 }
             }
@@ -236,11 +239,15 @@ fn raise_with(
 
 /// Whether RTR failed for the addresses: others may do.
 fn is_unreachable(error: &VerbsError) -> bool {
-    let errno = match error {
-        VerbsError::Verb { verb, errno, .. } if verb.contains("RTR") => *errno,
-        _ => return false,
-    };
-    UNREACHABLE_ERRNOS.contains(&Errno::from_raw_os_error(errno))
+    let is_rtr = matches!(error, VerbsError::Verb { verb, .. } if verb.contains("RTR"));
+    is_rtr && errno(error).is_some_and(|errno| UNREACHABLE_ERRNOS.contains(&errno))
+}
+
+fn errno(error: &VerbsError) -> Option<Errno> {
+    match error {
+        VerbsError::Verb { errno, .. } => Some(Errno::from_raw_os_error(*errno)),
+        _ => None,
+    }
 }
 
 fn facts(nic: &Nic) -> Result<Arc<PortFacts>, TransportError> {

@@ -31,6 +31,10 @@ const STRIKES_PROVED: u32 = 3;
 /// failure of the port looks the same once.
 const STRIKES_LONG: u32 = 2;
 
+/// How soon after one another those have to be. Connections that fail further apart failed for
+/// what happened then.
+const STRIKES_WITHIN: Duration = Duration::from_secs(10);
+
 /// Ways that are remembered. Peers name theirs, so that the number needs a bound; when it is
 /// reached everything is learnt again.
 const WAYS_MAX: usize = 4096;
@@ -92,6 +96,8 @@ struct Learnt {
     strikes: u32,
     short_until: Option<Time>,
     strikes_long: u32,
+    /// When the last of them was.
+    struck_at: Option<Time>,
 }
 
 impl Paths {
@@ -122,6 +128,7 @@ impl Paths {
                 toward,
                 short_until: learnt.short_until,
                 strikes_long: learnt.strikes_long,
+                struck_at: learnt.struck_at,
                 ..Learnt::default()
             };
         }
@@ -136,9 +143,11 @@ impl Paths {
     pub(super) fn refused(&mut self, now: Time, way: &Way, gid: Gid) {
         let learnt = self.learnt(way);
         learnt.failed.retain(|(failed, _)| *failed != gid);
-        if learnt.failed.len() < PAIRS_MAX {
-            learnt.failed.push((gid, now + LEARNT));
+        // The oldest goes: what has just been refused is what the next connection must not take.
+        if learnt.failed.len() >= PAIRS_MAX {
+            learnt.failed.remove(0);
         }
+        learnt.failed.push((gid, now + LEARNT));
     }
 
     /// `gid` was connected, and nothing at all got through.
@@ -168,6 +177,10 @@ impl Paths {
     /// Short packets got through, and long ones did not. True if shorter ones are used from now on.
     pub(super) fn long_lost(&mut self, now: Time, way: &Way, doubt: Doubt) -> bool {
         let learnt = self.learnt(way);
+        let last = learnt.struck_at.replace(now);
+        if last.is_none_or(|last| now > last + STRIKES_WITHIN) {
+            learnt.strikes_long = 0;
+        }
         learnt.strikes_long += 1;
         if doubt == Doubt::Likely && learnt.strikes_long < STRIKES_LONG {
             return false;
@@ -177,11 +190,10 @@ impl Paths {
         true
     }
 
-    /// Short packets do no better: long ones are tried again.
-    pub(super) fn long_again(&mut self, way: &Way) {
-        if let Some(learnt) = self.ways.get_mut(way) {
-            learnt.short_until = None;
-        }
+    /// Short packets do no better: long ones are tried again. False if they were in use anyway.
+    pub(super) fn long_again(&mut self, way: &Way) -> bool {
+        let learnt = self.ways.get_mut(way);
+        learnt.is_some_and(|learnt| learnt.short_until.take().is_some())
     }
 
     fn learnt(&mut self, way: &Way) -> &mut Learnt {

@@ -674,8 +674,7 @@ impl EndpointTask {
                     if verdict(*status) == Verdict::Request(RequestFault::Length)
                         && !rail.has_moved_long() =>
                 {
-                    self.long_lost(Doubt::Sure);
-                    self.warn_of_mtus();
+                    self.disagreed();
                 }
                 _ => {}
             }
@@ -695,11 +694,16 @@ impl EndpointTask {
         if !cause.is_some_and(|cause| by_peer.contains(cause)) {
             return;
         }
+        self.disagreed();
+    }
+
+    /// The ends' MTUs differ. A peer that does not say its own has the long one or the short one.
+    fn disagreed(&self) {
         let mtu = self.local.as_ref().and_then(|local| local.path_mtu);
         if mtu.is_some_and(|mtu| mtu > MTU_SAFE) {
             self.long_lost(Doubt::Sure);
-        } else {
-            self.paths().long_again(&self.way());
+        } else if !self.paths().long_again(&self.way()) {
+            self.warn_of_mtus();
         }
     }
 
@@ -716,8 +720,8 @@ impl EndpointTask {
         }
     }
 
-    /// A length was refused. Where our packets are short already, and the peer does not say how
-    /// long its own are, only its operator can help.
+    /// Where our packets are short because our interface is, and the peer does not say how long its
+    /// own are, only its operator can help.
     fn warn_of_mtus(&self) {
         let mtu = self.local.as_ref().and_then(|local| local.path_mtu);
         if self.machine.is_mtu_unsaid() && mtu.is_some_and(|mtu| mtu <= MTU_SAFE) {

@@ -168,6 +168,28 @@ fn the_path_mtu_is_cut_for_a_minute_when_long_packets_are_lost() {
 }
 
 #[test]
+fn failures_that_are_far_apart_do_not_cut_the_path_mtu() {
+    let mut paths = Paths::default();
+    for hour in 0..5 {
+        assert!(!paths.long_lost(at(3_600 * hour), &way(), Doubt::Likely));
+    }
+}
+
+#[test]
+fn the_latest_refusals_are_kept_and_the_oldest_goes() {
+    let mut paths = Paths::default();
+    let peer = Some(gid("10.0.0.7"));
+    let own: Vec<_> = (1..=PAIRS_MAX + 1)
+        .map(|host| gid(&format!("10.0.0.{host}")))
+        .collect();
+    paths.chosen(&way(), peer, own[0]);
+    for gid in &own {
+        paths.refused(at(1), &way(), *gid);
+    }
+    assert_eq!(paths.advice(at(2), &way(), peer).avoid, own[1..]);
+}
+
+#[test]
 fn the_number_of_ways_is_bounded() {
     let mut paths = Paths::default();
     for stranger in 0..2 * WAYS_MAX {

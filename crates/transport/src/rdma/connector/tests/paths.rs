@@ -5,6 +5,7 @@ use rerail_verbs::{Gid, Mtu};
 
 use super::*;
 use crate::machine::ids::PeerId;
+use crate::rdma::paths::Doubt;
 use crate::rdma::rail::Peer;
 use crate::rdma::rig::LIMIT;
 use crate::rdma::{PeerNic, PeerSpec, RdmaTransport};
@@ -198,6 +199,22 @@ fn h09_a_peer_that_does_not_say_its_smaller_mtu_is_reached_after_a_step_down() {
 #[test]
 fn h09_a_peer_that_does_not_say_its_smaller_mtu_reaches_us_after_a_step_down() {
     between_ends_that_do_not_say(27, 0);
+}
+
+#[test]
+fn h09_a_step_down_that_was_wrong_is_taken_back() {
+    let rig = rig(32, 1);
+    rig.wire.is_cpp.store(true, Ordering::SeqCst);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let way = (0, b.identity().path(&b.nics()[0]));
+    let now = a.connector().shared.clock.now();
+    let cut = a.connector().paths().long_lost(now, &way, Doubt::Sure);
+    assert!(cut);
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    let advice = a.connector().paths().advice(now, &way, None);
+    assert_eq!(advice.mtu_max, None);
 }
 
 #[test]
