@@ -263,15 +263,16 @@ mod tests {
     use super::super::rig::rig;
     use super::*;
 
-    /// What becomes of connecting `host0` to `host1` with these rows, and then with its own.
-    fn raised(seed: u64, rows: &[Row]) -> Raised {
+    /// What becomes of connecting `host0` to `host1`, or to another GID, with these rows, and then
+    /// with its own.
+    fn raised(seed: u64, rows: &[Row], other: Option<Gid>) -> Raised {
         let rig = rig(seed, 1);
         let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
         let nic = &a.nics()[0];
         let opening = nic.opening().expect("open");
         let prepared = prepare(nic, &opening, a.config(), &Advice::default(), 7).expect("made");
         let peer = PeerEnds {
-            gid: b.nics()[0].facts().expect("usable").gid.gid,
+            gid: other.unwrap_or(b.nics()[0].facts().expect("usable").gid.gid),
             lid: 0,
             qp_nums: vec![1, 2],
             psn: Some(9),
@@ -292,9 +293,21 @@ mod tests {
             index: 99,
             gid: Gid::from_ip([10, 0, 9, 9].into()),
         };
-        let Raised { refused, outcome } = raised(30, &[gone]);
+        let Raised { refused, outcome } = raised(30, &[gone], None);
         assert_eq!(refused, [gone.gid]);
         assert_eq!(outcome, Ok(Gid::from_ip([10, 0, 0, 1].into())));
-        assert_eq!(raised(31, &[]).refused, []);
+        assert_eq!(raised(31, &[], None).refused, []);
+    }
+
+    #[test]
+    fn a_peer_that_does_not_answer_costs_the_control_thread_one_row_and_not_each() {
+        let own = Row {
+            index: 1,
+            gid: Gid::from_ip([10, 0, 0, 1].into()),
+        };
+        let nobody = Gid::from_ip([10, 0, 0, 77].into());
+        let Raised { refused, outcome } = raised(33, &[own], Some(nobody));
+        assert!(outcome.is_err());
+        assert_eq!(refused, [own.gid]);
     }
 }
