@@ -81,8 +81,8 @@ fn in_guest() -> Result<ExitCode> {
     setup::check_guest()?;
     println!("demo: building the program with real verbs");
     let mut build = process::cargo();
+    // With all features, as everything else here builds it.
     build.args(["build", "--locked", "--package", "rerail"]);
-    build.args(["--no-default-features", "--features", "ibv,server,http"]);
     process::run(&mut build)?;
     let command: [OsString; 5] = [
         std::env::current_exe()?.into(),

@@ -123,6 +123,7 @@ pub(crate) fn check_guest() -> Result<()> {
     let mut missing = Vec::new();
     for program in [
         "gcc",
+        "protoc",
         "qemu-system-x86_64",
         "busybox",
         "cpio",

@@ -1,11 +1,13 @@
-//! After a hundred flaps of a port, under traffic, both processes hold what they held before: queue
-//! pairs, descriptors, threads, memory.
+//! After a hundred flaps of a port, under traffic, both processes hold what they held before: the
+//! same number of queue pairs, descriptors and threads, and as much memory, but for what an
+//! allocator keeps.
 
 use std::fs;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 use crate::guest::Scenario;
 use crate::guest::rig::{A1, run};
@@ -83,10 +85,16 @@ fn held(pids: &[u32]) -> Result<Held> {
         Ok(fs::read_dir(&dir).context(dir)?.count())
     };
     let all = |what: &str| pids.iter().map(|pid| count(pid, what)).collect::<Result<_>>();
-    let shown = run("rdma", "resource show qp")?;
-    let own = |line: &&str| pids.iter().any(|pid| line.contains(&format!("pid {pid} ")));
+    let shown: Value = serde_json::from_str(&run("rdma", "-j resource show qp")?)?;
+    let shown = shown.as_array().context("`rdma resource show` shows no list")?;
+    let own = |pair: &&Value| {
+        let owner = pair["pid"].as_u64();
+        pids.iter().any(|pid| owner == Some(u64::from(*pid)))
+    };
+    let queue_pairs = shown.iter().filter(own).count();
+    ensure!(queue_pairs > 0, "none of these is {pids:?}'s: {shown:?}");
     Ok(Held {
-        queue_pairs: shown.lines().filter(own).count(),
+        queue_pairs,
         descriptors: all("fd")?,
         threads: all("task")?,
     })
