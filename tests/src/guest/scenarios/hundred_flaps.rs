@@ -1,6 +1,6 @@
 //! After a hundred flaps of a port, under traffic, both processes hold what they held before: the
-//! same number of queue pairs, descriptors and threads, and as much memory, but for what an
-//! allocator keeps.
+//! same number of descriptors and threads, no more queue pairs than rails need, and as much memory,
+//! but for what an allocator keeps.
 
 use std::fs;
 use std::thread::sleep;
@@ -25,11 +25,14 @@ const FLAPS: usize = 100;
 const BACK_WITHIN: Duration = Duration::from_secs(90);
 /// Until what was cut is gone at both ends.
 const SETTLED_WITHIN: Duration = Duration::from_secs(60);
+/// Two queue pairs at both ends of each of the four rails. How many of the rails are connected
+/// before the first flap depends on the traffic; what leaks over a hundred flaps is more than all.
+const QUEUE_PAIRS_MAX: usize = 16;
 /// What an allocator may keep.
 const MEMORY_GROWTH_MAX_KIB: u64 = 16 << 10;
 
 /// What processes hold.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 struct Held {
     queue_pairs: usize,
     descriptors: Vec<usize>,
@@ -37,7 +40,7 @@ struct Held {
 }
 
 fn body() -> Result<()> {
-    let mut traffic = Traffic::start(&Plan::both_rails(300))?;
+    let mut traffic = Traffic::start(&Plan::both_rails(600))?;
     let pids = [traffic.initiator_pid(), traffic.target.process().pid()];
     sleep(Duration::from_secs(5));
     let (before, memory_before) = (held(&pids)?, memory_kib(&pids)?);
@@ -56,19 +59,21 @@ fn body() -> Result<()> {
             is_rail(event, &A1.device(), "up")
         })?;
     let begin = Instant::now();
-    loop {
+    let after = loop {
         let now = held(&pids)?;
-        if now == before {
-            break;
+        let same = now.descriptors == before.descriptors && now.threads == before.threads;
+        if same && now.queue_pairs <= QUEUE_PAIRS_MAX {
+            break now;
         }
         ensure!(
             begin.elapsed() < SETTLED_WITHIN,
             "held before: {before:?}, and after: {now:?}"
         );
         sleep(Duration::from_millis(500));
-    }
+    };
     let memory = memory_kib(&pids)?;
-    println!("{before:?}, resident KiB {memory_before:?} before and {memory:?} after");
+    println!("before {before:?}, resident KiB {memory_before:?}");
+    println!("after {after:?}, resident KiB {memory:?}");
     for (before, after) in memory_before.iter().zip(&memory) {
         ensure!(
             *after <= before + MEMORY_GROWTH_MAX_KIB,
@@ -87,9 +92,10 @@ fn held(pids: &[u32]) -> Result<Held> {
     let all = |what: &str| pids.iter().map(|pid| count(pid, what)).collect::<Result<_>>();
     let shown: Value = serde_json::from_str(&run("rdma", "-j resource show qp")?)?;
     let shown = shown.as_array().context("`rdma resource show` shows no list")?;
+    // The kernel names the thread that made a queue pair, which is the device's control thread.
     let own = |pair: &&Value| {
-        let owner = pair["pid"].as_u64();
-        pids.iter().any(|pid| owner == Some(u64::from(*pid)))
+        let thread = pair["pid"].as_u64().unwrap_or_default();
+        pids.iter().any(|pid| fs::exists(format!("/proc/{pid}/task/{thread}")).unwrap_or(false))
     };
     let queue_pairs = shown.iter().filter(own).count();
     ensure!(queue_pairs > 0, "none of these is {pids:?}'s: {shown:?}");
