@@ -25,6 +25,7 @@
 //!
 //! Not here: TLS (put a proxy before it) and replication.
 
+mod clock;
 mod disk;
 mod listen;
 mod routes;
@@ -46,8 +47,9 @@ use tokio::sync::watch;
 
 use crate::error::MetadataError;
 use crate::secret::Secret;
+use clock::LeaseClock;
 use disk::{Disk, Expected, Room};
-use table::Table;
+use table::{Refusal, Table};
 use writes::WritesLog;
 
 /// Bounds of a server.
@@ -165,6 +167,7 @@ struct Shared {
 #[derive(Debug)]
 struct State {
     table: Table,
+    clock: LeaseClock,
     /// `None` without a data directory, and while one that has failed is opened again.
     disk: Option<Disk>,
 }
@@ -173,8 +176,8 @@ struct State {
 const CHANGE_BYTES: usize = 8 << 10;
 /// How often a disk that has failed is tried again.
 const MEND_INTERVAL: Duration = Duration::from_secs(2);
-/// Longest time between two looks for leases that have ended.
-const EXPIRY_INTERVAL_MAX: Duration = Duration::from_millis(250);
+/// Longest time between two looks for leases that have ended, and for what time it is for them.
+const EXPIRY_INTERVAL_MAX: Duration = Duration::from_millis(100);
 
 impl MetadataServer {
     /// Opens the data, if there is any, and starts to let leases end. Needs a tokio runtime.
@@ -189,11 +192,12 @@ impl MetadataServer {
             .duration_since(UNIX_EPOCH)
             .map_or(1, |since| since.as_micros() as u64);
         let mut table = Table::new(options.limits.clone(), start);
+        let now = Instant::now();
         let acknowledged = Arc::default();
         let disk = match &options.data_dir {
             None => None,
             Some(dir) => {
-                let (any, now) = (Expected::Anything, Instant::now());
+                let any = Expected::Anything;
                 Some(Disk::open(dir, any, &mut table, &acknowledged, now)?)
             }
         };
@@ -221,7 +225,11 @@ impl MetadataServer {
             room: disk
                 .is_some()
                 .then(|| Room::new(options.limits.disk_queue_bytes_max)),
-            state: Mutex::new(State { table, disk }),
+            state: Mutex::new(State {
+                table,
+                clock: LeaseClock::new(now),
+                disk,
+            }),
             writes,
             acknowledged,
             revision,
@@ -271,7 +279,32 @@ impl Shared {
 
     /// True once nothing can be written any more.
     fn disk_has_failed(&self) -> bool {
-        self.room.is_some() && self.lock().disk.as_ref().is_none_or(Disk::has_failed)
+        self.has_failed(&self.lock())
+    }
+
+    fn has_failed(&self, state: &State) -> bool {
+        self.room.is_some() && state.disk.as_ref().is_none_or(Disk::has_failed)
+    }
+
+    /// Keeps a lease alive, at once: who is in time must not be late because the disk is. There
+    /// is nothing to write, and what a failed disk has of a lease is one anew.
+    fn keep_alive(&self, id: &str) -> Result<Result<Duration, Refusal>, disk::DiskFailed> {
+        let mut state = self.lock();
+        let now = state.clock.look(Instant::now());
+        let outcome = state.table.keep_alive(id, now);
+        // The disk may still have it, and then it comes back.
+        if outcome.is_err() && self.has_failed(&state) {
+            return Err(disk::DiskFailed);
+        }
+        Ok(outcome)
+    }
+
+    /// Zero once a lease is over; `None` without leases.
+    fn until_next_expiry(&self) -> Option<Duration> {
+        let mut state = self.lock();
+        let now = state.clock.look(Instant::now());
+        let next = state.table.next_expiry();
+        next.map(|at| at.saturating_duration_since(now))
     }
 
     /// Runs one step on the table, which `client` asked for and which changes about so many bytes,
@@ -288,11 +321,11 @@ impl Shared {
         };
         let (outcome, written) = {
             let mut state = self.lock();
-            let State { table, disk } = &mut *state;
-            if room.is_some() && disk.as_ref().is_none_or(Disk::has_failed) {
+            if self.has_failed(&state) {
                 return Err(disk::DiskFailed);
             }
-            let outcome = step(table, Instant::now());
+            let State { table, clock, disk } = &mut *state;
+            let outcome = step(table, clock.look(Instant::now()));
             let changes = table.take_changes();
             let revision = table.revision();
             if let Some(writes) = &self.writes {
@@ -325,12 +358,13 @@ impl Shared {
         let start = self.lock().table.revision().saturating_add(1);
         let mut table = Table::new(self.options.limits.clone(), start);
         let expected = Expected::AtLeast(self.acknowledged.load(Ordering::Acquire));
-        let acknowledged = &self.acknowledged;
-        let disk = Disk::open(dir, expected, &mut table, acknowledged, Instant::now())?;
+        let now = Instant::now();
+        let disk = Disk::open(dir, expected, &mut table, &self.acknowledged, now)?;
         let mut state = self.lock();
         let revision = table.revision();
         *state = State {
             table,
+            clock: LeaseClock::new(now),
             disk: Some(disk),
         };
         self.revision.send_replace(revision);
@@ -372,20 +406,23 @@ async fn mend_disk(shared: std::sync::Weak<Shared>, dir: PathBuf) {
     }
 }
 
+/// Ends the leases whose time is over, and nobody else does: so renewals that came before are seen
+/// before, and only the ends wait for the disk.
 async fn expire_leases(shared: std::sync::Weak<Shared>) {
     loop {
         let pause = {
             let Some(shared) = shared.upgrade() else {
                 return;
             };
-            let over = shared.change(None, CHANGE_BYTES, |table, now| {
-                table.expire(now);
-                table
-                    .next_expiry()
-                    .map(|at| at.saturating_duration_since(now))
-            });
-            // A failed disk is logged where it fails; leases then stay.
-            over.await.ok().flatten().unwrap_or(EXPIRY_INTERVAL_MAX)
+            if shared
+                .until_next_expiry()
+                .is_some_and(|left| left.is_zero())
+            {
+                let expire = |table: &mut Table, now| table.expire(now);
+                // A failed disk is logged where it fails; leases then stay.
+                let _ = shared.change(None, CHANGE_BYTES, expire).await;
+            }
+            shared.until_next_expiry().unwrap_or(EXPIRY_INTERVAL_MAX)
         };
         let pause = pause.clamp(Duration::from_millis(5), EXPIRY_INTERVAL_MAX);
         tokio::time::sleep(pause).await;

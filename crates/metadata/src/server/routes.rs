@@ -240,7 +240,7 @@ fn condition(headers: &HeaderMap) -> Result<Condition, Rejection> {
 
 /// Why a request ends without success.
 #[derive(Debug)]
-enum Rejection {
+pub(super) enum Rejection {
     BadRequest(String),
     Refused(Refusal),
     Busy(&'static str),
@@ -293,7 +293,7 @@ fn refuse(server: &MetadataServer, refusal: Refusal) -> Rejection {
     Rejection::Refused(refusal)
 }
 
-type Answer = Result<Response, Rejection>;
+pub(super) type Answer = Result<Response, Rejection>;
 
 async fn read(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
     count(&server.shared.counters.reads);
@@ -397,10 +397,7 @@ async fn put(
         .change(
             client(&extensions),
             CHANGE_BYTES + value.len(),
-            |table, now| {
-                table.expire(now);
-                table.put(key, value, condition, lease)
-            },
+            |table, _| table.put(key, value, condition, lease),
         )
         .await?;
     let version = outcome.map_err(|refusal| refuse(&server, refusal))?;
@@ -485,16 +482,20 @@ async fn grant(State(server): State<MetadataServer>, RawQuery(query): RawQuery) 
         })
         .await?;
     outcome.map_err(|refusal| refuse(&server, refusal))?;
+    // Its time begins when its owner hears of it.
+    if server.shared.keep_alive(&id)?.is_err() {
+        return Err(Rejection::Busy("the disk took longer than the lease lives"));
+    }
     Ok(json(wire::lease(&id, ttl.as_millis() as u64).into()))
 }
 
-async fn keep_alive(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -> Answer {
+pub(super) async fn keep_alive(
+    State(server): State<MetadataServer>,
+    RawQuery(query): RawQuery,
+) -> Answer {
     let query = Query::parse(query.as_deref())?;
     let id = query.get("id").ok_or_else(|| bad_request("missing id"))?;
-    let outcome = server
-        .shared
-        .change(None, CHANGE_BYTES, |table, now| table.keep_alive(id, now))
-        .await?;
+    let outcome = server.shared.keep_alive(id)?;
     let ttl = outcome.map_err(|refusal| refuse(&server, refusal))?;
     Ok(json(wire::lease(id, ttl.as_millis() as u64).into()))
 }

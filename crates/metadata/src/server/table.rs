@@ -252,8 +252,8 @@ impl Table {
     }
 
     pub(super) fn keep_alive(&mut self, id: &str, now: Instant) -> Result<Duration, Refusal> {
-        // One that is over is gone, also if nobody has looked since.
-        self.expire(now);
+        // One whose time is over counts until it is ended, which nobody has seen yet: a stall of
+        // the disk, which has to hear of the end first, must not end what is renewed.
         let (id, lease) = self.leases.remove_entry(id).ok_or(Refusal::LeaseGone)?;
         self.ends.remove(&(lease.ends, Arc::clone(&id)));
         let ttl = lease.ttl;

@@ -3,10 +3,15 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use axum::extract::RawQuery;
 use bytes::Bytes;
 
+use super::clock::LeaseClock;
 use super::table::{Condition, Refusal, Since, Table};
-use super::{CHANGE_BYTES, MEND_INTERVAL, MetadataServer, ServerLimits, ServerOptions, Shared};
+use super::{
+    CHANGE_BYTES, EXPIRY_INTERVAL_MAX, MEND_INTERVAL, MetadataServer, ServerLimits, ServerOptions,
+    Shared, routes,
+};
 
 /// What a thread logs.
 #[derive(Clone, Default, Debug)]
@@ -43,6 +48,69 @@ impl Log {
             .filter(|line| line.contains(level) && line.contains(what))
             .count()
     }
+}
+
+#[test]
+fn what_is_renewed_before_anybody_has_ended_it_is_not_over() {
+    let mut table = table(ServerLimits::default());
+    let now = Instant::now();
+    let ttl = Duration::from_secs(2);
+    for id in ["renewed", "left"] {
+        table.grant_lease(id.into(), ttl, now).expect("lease");
+        table
+            .put(id, Bytes::new(), Condition::None, Some(id))
+            .expect("put");
+    }
+    // The one that ends leases waits for the disk all the while.
+    table.keep_alive("renewed", now + 2 * ttl).expect("there");
+    table.expire(now + 2 * ttl);
+    assert!(table.get("renewed").is_some());
+    assert!(table.get("left").is_none());
+}
+
+#[test]
+fn a_server_that_stood_still_hears_its_clients_before_it_ends_their_leases() {
+    let mut table = table(ServerLimits::default());
+    let mut now = Instant::now();
+    let mut clock = LeaseClock::new(now);
+    let ttl = Duration::from_secs(1);
+    for id in ["renewed", "left"] {
+        table.grant_lease(id.into(), ttl, now).expect("lease");
+    }
+    now += Duration::from_secs(15);
+    table.expire(clock.look(now));
+    table.keep_alive("renewed", clock.look(now)).expect("there");
+    // From here on it runs, and their time with it.
+    for _ in 0..8 {
+        now += EXPIRY_INTERVAL_MAX;
+        table.expire(clock.look(now));
+    }
+    let later = clock.look(now);
+    assert_eq!(table.keep_alive("left", later), Err(Refusal::LeaseGone));
+    table.keep_alive("renewed", later).expect("there");
+    for _ in 0..11 {
+        now += EXPIRY_INTERVAL_MAX;
+        table.expire(clock.look(now));
+    }
+    assert_eq!(table.next_expiry(), None, "none is left");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_does_not_wait_for_a_disk_that_stalls() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = on_disk(dir.path());
+    let ttl = Duration::from_secs(60);
+    let grant = |table: &mut Table, now| table.grant_lease("l".into(), ttl, now);
+    let granted = server.shared.change(None, CHANGE_BYTES, grant).await;
+    granted.expect("on disk").expect("granted");
+    let room = server.shared.room.as_ref().expect("on disk");
+    // What waits for the disk has it all.
+    let _stalled = room.take(usize::MAX).await.expect("free");
+    let query = RawQuery(Some("id=l".to_owned()));
+    let renewed = routes::keep_alive(axum::extract::State(server.clone()), query);
+    let renewed = tokio::time::timeout(Duration::from_secs(3_600), renewed).await;
+    let renewed = renewed.expect("at once").expect("renewed");
+    assert_eq!(renewed.status(), 200);
 }
 
 fn on_disk(dir: &Path) -> MetadataServer {
@@ -211,6 +279,7 @@ fn a_lease_takes_its_records_along_and_no_others() {
     table.keep_alive("l", now + ttl / 2).expect("in time");
     table.expire(now + ttl);
     assert!(table.get("gone").is_some(), "kept alive until 3 s");
+    table.expire(now + 2 * ttl);
     assert_eq!(
         table.keep_alive("l", now + 2 * ttl),
         Err(Refusal::LeaseGone)

@@ -55,9 +55,6 @@ impl WritesLog {
     /// missing, and said to be.
     pub(super) fn note(&self, changes: &[Change], client: Option<SocketAddr>) {
         let mut text = Vec::new();
-        let is_put = |change: &Change| matches!(change, Change::Put { .. });
-        // A put is preceded by the end of leases that were over.
-        let deletes = client.filter(|_| !changes.iter().any(is_put));
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let time_ms = now.map_or(0, |since| since.as_millis() as u64);
         for change in changes {
@@ -79,7 +76,7 @@ impl WritesLog {
                     version: *revision,
                     action: "delete",
                     key,
-                    client: deletes,
+                    client,
                     value: None,
                     value_hex: None,
                 },
@@ -137,7 +134,8 @@ mod tests {
             revision: 1,
         };
         let log = WritesLog::open(&path).expect("a file");
-        log.note(&[delete(), put(2, b"{\"a\": 1}\n")], client);
+        log.note(&[delete()], None);
+        log.note(&[put(2, b"{\"a\": 1}\n")], client);
         log.note(&[Change::EndLease { id: "lease".into() }, delete()], client);
         drop(log);
         // Opened again after a restart it goes on.
