@@ -309,6 +309,10 @@ async fn a_full_disk_refuses_changes_loses_nothing_and_heals_once_there_is_room(
         }
         assert!(stored < 150, "the limit on files does not hold");
     };
+    // Nobody ever sees it.
+    let refused = format!("k/{stored}");
+    let sees = store.get(&refused).await;
+    assert!(sees.expect_err("refused").is_not_found());
     assert!(stored > 3, "only {stored} records fitted: {error}");
     assert!(error.is_retryable(), "{error}");
     assert!(error.to_string().contains("disk"), "{error}");
@@ -341,6 +345,8 @@ async fn a_full_disk_refuses_changes_loses_nothing_and_heals_once_there_is_room(
         }
     };
     check(&store).await;
+    let sees = store.get(&refused).await;
+    assert!(sees.expect_err("refused").is_not_found());
     assert_eq!(follow.records().len(), stored + 1);
     server.process.kill();
     let server = Server::start(Some(dir.path()));

@@ -1,5 +1,6 @@
 //! Records on disk, in redb. One thread writes; what is queued together is committed together.
 
+use std::net::SocketAddr;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use bytes::Bytes;
 use redb::{Database, ReadableTable, TableDefinition};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
-use super::table::{Change, Stored, Table};
+use super::table::{Change, Records, Stored, Table};
+use super::view::Visible;
 use crate::error::MetadataError;
 
 const RECORDS: TableDefinition<'_, &str, (u64, &str, &[u8])> = TableDefinition::new("records");
@@ -95,9 +97,24 @@ impl Drop for Disk {
     }
 }
 
+#[cfg(test)]
+impl Disk {
+    /// One that writes nothing, and fails once what is returned with it is dropped.
+    pub(super) fn stalled() -> (Self, impl Sized) {
+        let (queue, entries) = mpsc::unbounded_channel();
+        let disk = Self {
+            queue: Some(queue),
+            thread: None,
+            failed: Arc::default(),
+        };
+        (disk, entries)
+    }
+}
+
 #[derive(Debug)]
 struct Entry {
     changes: Vec<Change>,
+    client: Option<SocketAddr>,
     written: oneshot::Sender<()>,
     _room: Taken,
 }
@@ -113,12 +130,14 @@ impl Written {
 }
 
 impl Disk {
-    /// Opens the file in `dir`, and fills `table` from it. `acknowledged` is kept at the last
+    /// Opens the file in `dir`, fills `table` from it and shows it to readers, as later what is
+    /// written. `acknowledged` is kept at the last
     /// revision that the file has.
     pub(super) fn open(
         dir: &Path,
         expected: Expected,
         table: &mut Table,
+        visible: &Arc<Visible>,
         acknowledged: &Arc<AtomicU64>,
         now: Instant,
     ) -> Result<Self, MetadataError> {
@@ -139,10 +158,10 @@ impl Disk {
                 Expected::AtLeast(_) => builder.open(file),
             };
             let database = database.map_err(|error| format!("cannot open {FILE}: {error}"))?;
-            let revision = load(&database, expected, table, now)?;
-            Ok((database, revision))
+            let (records, revision) = load(&database, expected, table, now)?;
+            Ok((database, records, revision))
         }));
-        let (database, revision) = read
+        let (database, records, revision) = read
             .unwrap_or_else(|_| Err(format!("cannot read {FILE}: it is damaged")))
             .map_err(cannot)?;
 
@@ -150,13 +169,15 @@ impl Disk {
         let failed = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&failed);
         acknowledged.store(revision, Ordering::Release);
+        visible.restore(records, table.revision());
         let acknowledged = Arc::clone(acknowledged);
+        let shown = Arc::clone(visible);
         let thread = std::thread::Builder::new()
             .name("metadata-disk".into())
             .spawn(move || {
                 // However it ends, also by a panic over a damaged file.
                 let _ended = Ended(&flag);
-                write_loop(&database, entries, &acknowledged);
+                write_loop(&database, entries, &shown, &acknowledged);
             })
             .map_err(|error| cannot(error.to_string()))?;
         Ok(Self {
@@ -170,12 +191,19 @@ impl Disk {
         self.failed.load(Ordering::Acquire)
     }
 
-    pub(super) fn write(&self, changes: Vec<Change>, room: Taken) -> Written {
+    /// Queues what one step changed, be it nothing: it is written once all before it is.
+    pub(super) fn write(
+        &self,
+        changes: Vec<Change>,
+        client: Option<SocketAddr>,
+        room: Taken,
+    ) -> Written {
         let (written, done) = oneshot::channel();
         // If the thread is gone the entry is dropped, and with it `written`: the waiter sees it.
         if let Some(queue) = &self.queue {
             let _ = queue.send(Entry {
                 changes,
+                client,
                 written,
                 _room: room,
             });
@@ -184,17 +212,17 @@ impl Disk {
     }
 }
 
-/// Fills `table`, and returns the last revision that the file has.
+/// Fills `table`, and returns the records and the last revision that the file has.
 fn load(
     database: &Database,
     expected: Expected,
     table: &mut Table,
     now: Instant,
-) -> Result<u64, String> {
+) -> Result<(Records, u64), String> {
     let text = |error: &dyn std::fmt::Display| format!("cannot read {FILE}: {error}");
     // Makes the tables of a new file, and shows that it can be written.
     let write = database.begin_write().map_err(|error| text(&error))?;
-    let revision = {
+    let loaded = {
         let mut meta = write.open_table(META).map_err(|error| text(&error))?;
         let format = meta
             .get(FORMAT)
@@ -239,13 +267,13 @@ fn load(
                 version,
                 lease: (!lease.is_empty()).then(|| lease.into()),
             };
-            records.push((key.value().to_owned(), stored));
+            records.push((key.value().into(), stored));
         }
-        table.restore(leases, records, revision, now);
-        revision
+        table.restore(leases, &records, revision, now);
+        (records, revision)
     };
     write.commit().map_err(|error| text(&error))?;
-    Ok(revision)
+    Ok(loaded)
 }
 
 /// Notes that nothing is written any more.
@@ -266,6 +294,7 @@ impl Drop for Ended<'_> {
 fn write_loop(
     database: &Database,
     mut entries: mpsc::UnboundedReceiver<Entry>,
+    visible: &Visible,
     acknowledged: &AtomicU64,
 ) {
     while let Some(first) = entries.blocking_recv() {
@@ -288,6 +317,7 @@ fn write_loop(
             acknowledged.store(revision, Ordering::Release);
         }
         for entry in group {
+            visible.show(entry.changes, entry.client);
             // The client may be gone; its change is on disk all the same.
             let _ = entry.written.send(());
         }
@@ -295,6 +325,9 @@ fn write_loop(
 }
 
 fn commit(database: &Database, group: &[Entry]) -> Result<(), Box<dyn std::error::Error>> {
+    if group.iter().all(|entry| entry.changes.is_empty()) {
+        return Ok(());
+    }
     // The default durability: the file is synced before the commit returns.
     let write = database.begin_write()?;
     {

@@ -30,6 +30,7 @@ mod disk;
 mod listen;
 mod routes;
 mod table;
+mod view;
 mod wire;
 mod writes;
 
@@ -43,13 +44,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use tokio::sync::watch;
 
 use crate::error::MetadataError;
 use crate::secret::Secret;
 use clock::LeaseClock;
 use disk::{Disk, Expected, Room};
 use table::{Refusal, Table};
+use view::Visible;
 use writes::WritesLog;
 
 /// Bounds of a server.
@@ -147,12 +148,11 @@ pub struct MetadataServer {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
+    visible: Arc<Visible>,
     /// Room for changes that wait for the disk, if there is one.
     room: Option<Room>,
-    writes: Option<WritesLog>,
     /// The last revision that is on disk, if there is one. What is opened again has to have it.
     acknowledged: Arc<AtomicU64>,
-    revision: watch::Sender<u64>,
     requests: tokio::sync::Semaphore,
     watches: tokio::sync::Semaphore,
     lists: Arc<tokio::sync::Semaphore>,
@@ -162,7 +162,7 @@ struct Shared {
     counters: routes::Counters,
 }
 
-/// What the server holds, and the disk that has to have it: under one lock, so that the disk sees
+/// What the server decides by, and the disk that has to have it: under one lock, so that the disk sees
 /// the changes in their order.
 #[derive(Debug)]
 struct State {
@@ -193,14 +193,6 @@ impl MetadataServer {
             .map_or(1, |since| since.as_micros() as u64);
         let mut table = Table::new(options.limits.clone(), start);
         let now = Instant::now();
-        let acknowledged = Arc::default();
-        let disk = match &options.data_dir {
-            None => None,
-            Some(dir) => {
-                let any = Expected::Anything;
-                Some(Disk::open(dir, any, &mut table, &acknowledged, now)?)
-            }
-        };
         let writes = match &options.writes_log {
             None => None,
             Some(path) => {
@@ -211,7 +203,16 @@ impl MetadataServer {
                 Some(open?)
             }
         };
-        let (revision, _) = watch::channel(table.revision());
+        let visible = Visible::new(options.limits.clone(), start, writes);
+        let (visible, acknowledged) = (Arc::new(visible), Arc::default());
+        let disk = match &options.data_dir {
+            None => None,
+            Some(dir) => {
+                let any = Expected::Anything;
+                let disk = Disk::open(dir, any, &mut table, &visible, &acknowledged, now);
+                Some(disk?)
+            }
+        };
         let shared = Arc::new(Shared {
             requests: tokio::sync::Semaphore::new(options.limits.requests_max),
             watches: tokio::sync::Semaphore::new(options.limits.watches_max),
@@ -230,9 +231,8 @@ impl MetadataServer {
                 clock: LeaseClock::new(now),
                 disk,
             }),
-            writes,
+            visible,
             acknowledged,
-            revision,
             options,
             counters: routes::Counters::default(),
         });
@@ -264,7 +264,7 @@ impl MetadataServer {
             shutdown.await;
             // Wakes every watch, which then sees that the server stops.
             shared.watches.close();
-            shared.revision.send_modify(|_| {});
+            shared.visible.wake();
         };
         let limits = &self.shared.options.limits;
         listen::serve(listener, self.router(), limits, until).await;
@@ -308,7 +308,8 @@ impl Shared {
     }
 
     /// Runs one step on the table, which `client` asked for and which changes about so many bytes,
-    /// and returns once its changes are on disk.
+    /// and returns once its changes are on disk and shown to readers. A refusal waits, too: it may
+    /// be for the sake of a change that is still on its way.
     async fn change<T>(
         &self,
         client: Option<SocketAddr>,
@@ -327,19 +328,13 @@ impl Shared {
             let State { table, clock, disk } = &mut *state;
             let outcome = step(table, clock.look(Instant::now()));
             let changes = table.take_changes();
-            let revision = table.revision();
-            if let Some(writes) = &self.writes {
-                writes.note(&changes, client);
-            }
             let written = match (disk, room) {
-                (Some(disk), Some(room)) if !changes.is_empty() => Some(disk.write(changes, room)),
-                _ => None,
+                (Some(disk), Some(room)) => Some(disk.write(changes, client, room)),
+                _ => {
+                    self.visible.show(changes, client);
+                    None
+                }
             };
-            self.revision.send_if_modified(|seen| {
-                let newer = revision > *seen;
-                *seen = revision;
-                newer
-            });
             (outcome, written)
         };
         if let Some(written) = written {
@@ -348,8 +343,8 @@ impl Shared {
         Ok(outcome)
     }
 
-    /// Goes back to what the disk has, after it has failed: what it had not was acknowledged to
-    /// nobody. A directory that lacks what was acknowledged is refused. Watches are told to read
+    /// Goes back to what the disk has, after it has failed: what it had not was acknowledged and
+    /// shown to nobody. A directory that lacks what was acknowledged is refused. Watches are told to read
     /// anew.
     fn reload(&self, dir: &Path) -> Result<(), MetadataError> {
         // The file is free once its last user is gone.
@@ -359,15 +354,14 @@ impl Shared {
         let mut table = Table::new(self.options.limits.clone(), start);
         let expected = Expected::AtLeast(self.acknowledged.load(Ordering::Acquire));
         let now = Instant::now();
-        let disk = Disk::open(dir, expected, &mut table, &self.acknowledged, now)?;
+        let (visible, acknowledged) = (&self.visible, &self.acknowledged);
+        let disk = Disk::open(dir, expected, &mut table, visible, acknowledged, now)?;
         let mut state = self.lock();
-        let revision = table.revision();
         *state = State {
             table,
             clock: LeaseClock::new(now),
             disk: Some(disk),
         };
-        self.revision.send_replace(revision);
         Ok(())
     }
 }

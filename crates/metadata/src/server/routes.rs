@@ -17,7 +17,8 @@ use percent_encoding::percent_decode_str;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::listen::Client;
-use super::table::{Condition, Refusal, Since, Stored};
+use super::table::{Condition, Refusal, Stored};
+use super::view::Since;
 use super::{CHANGE_BYTES, MetadataServer, disk, wire};
 
 /// Marks every answer, so that clients know that versions, lists, leases and watches work.
@@ -302,7 +303,7 @@ async fn read(State(server): State<MetadataServer>, RawQuery(query): RawQuery) -
         return list(&server, prefix).await;
     }
     let key = query.key(&server)?;
-    let stored = server.shared.lock().table.get(key).cloned();
+    let stored = server.shared.visible.lock().get(key).cloned();
     let stored = stored.ok_or_else(|| refuse(&server, Refusal::NotFound))?;
     Ok((etag(stored.version), stored.value).into_response())
 }
@@ -312,14 +313,14 @@ async fn list(server: &MetadataServer, prefix: &str) -> Answer {
     let place = Arc::clone(&shared.lists).acquire_owned().await;
     let place = place.map_err(|_| Rejection::Busy("stopping"))?;
     let (revision, records) = {
-        let state = shared.lock();
+        let view = shared.visible.lock();
         let listed = |(key, stored): (&Arc<str>, &Stored)| wire::Listed {
             key: Arc::clone(key),
             version: stored.version,
             value: stored.value.clone(),
         };
-        let records = state.table.list(prefix).map(listed).collect();
-        (state.table.revision(), records)
+        let records = view.list(prefix).map(listed).collect();
+        (view.revision(), records)
     };
     let limit = shared.options.limits.request_time_max;
     let pieces = wire::records(revision, records);
@@ -438,13 +439,13 @@ async fn watch(State(server): State<MetadataServer>, RawQuery(query): RawQuery) 
     };
     let deadline = tokio::time::Instant::now() + wait;
     // Subscribed before the first look, so that no change falls in between.
-    let mut changed = shared.revision.subscribe();
+    let mut changed = shared.visible.subscribe();
     loop {
         changed.borrow_and_update();
         let (revision, resync, events) = {
-            let table = &shared.lock().table;
-            match after.map_or(Since::Resync, |after| table.since(prefix, after)) {
-                Since::Resync => (table.revision(), true, Vec::new()),
+            let view = shared.visible.lock();
+            match after.map_or(Since::Resync, |after| view.since(prefix, after)) {
+                Since::Resync => (view.revision(), true, Vec::new()),
                 Since::Events { events, revision } => (revision, false, events),
             }
         };
@@ -526,7 +527,8 @@ async fn health(State(server): State<MetadataServer>) -> Answer {
 
 async fn metrics(State(server): State<MetadataServer>) -> String {
     let shared = &server.shared;
-    let [records, bytes, leases, events] = shared.lock().table.sizes();
+    let [bytes, leases] = shared.lock().table.sizes();
+    let [records, events] = shared.visible.lock().sizes();
     let limits = &shared.options.limits;
     let watches = limits
         .watches_max

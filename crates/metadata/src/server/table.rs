@@ -1,7 +1,7 @@
-//! What a server holds: records, leases and the last events. Without I/O or a clock.
+//! What a server decides by: which records and leases there are, with the changes that are still on
+//! their way to the disk. What readers see is in `view`. Without I/O or a clock.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
-use std::ops::Bound;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,20 +11,28 @@ use super::ServerLimits;
 
 #[derive(Debug)]
 pub(super) struct Table {
-    records: BTreeMap<Arc<str>, Stored>,
+    records: HashMap<Arc<str>, Known>,
     leases: HashMap<Arc<str>, Lease>,
     /// The leases by their ends, so that those that are over are found without looking at all.
     ends: BTreeSet<(Instant, Arc<str>)>,
-    events: VecDeque<Event>,
-    event_bytes: usize,
-    /// Revision of the last event that is no longer in `events`.
-    forgotten: u64,
     revision: u64,
     bytes: usize,
     changes: Vec<Change>,
     limits: ServerLimits,
 }
 
+/// What is decided by of a record; its value is for readers.
+#[derive(Debug)]
+struct Known {
+    version: u64,
+    value_bytes: usize,
+    lease: Option<Arc<str>>,
+}
+
+/// Records by their keys.
+pub(super) type Records = Vec<(Arc<str>, Stored)>;
+
+/// A record, for the disk and for readers.
 #[derive(Clone, Debug)]
 pub(super) struct Stored {
     pub(super) value: Bytes,
@@ -39,16 +47,7 @@ struct Lease {
     keys: HashSet<Arc<str>>,
 }
 
-/// One change, kept for watches.
-#[derive(Clone, Debug)]
-pub(super) struct Event {
-    pub(super) revision: u64,
-    pub(super) key: Arc<str>,
-    /// `None` for a deletion.
-    pub(super) value: Option<Bytes>,
-}
-
-/// One change for the disk.
+/// One change, for the disk and for readers.
 #[derive(Clone, Debug)]
 pub(super) enum Change {
     Put { key: Arc<str>, stored: Stored },
@@ -91,24 +90,12 @@ pub(super) enum Refusal {
     Full(&'static str),
 }
 
-/// What a watch gets.
-#[derive(Debug)]
-pub(super) enum Since {
-    /// Events in their order, and the revision that they lead to. There may be more after it.
-    Events { events: Vec<Event>, revision: u64 },
-    /// The events are no longer all there.
-    Resync,
-}
-
 impl Table {
     pub(super) fn new(limits: ServerLimits, revision: u64) -> Self {
         Self {
-            records: BTreeMap::new(),
+            records: HashMap::new(),
             leases: HashMap::new(),
             ends: BTreeSet::new(),
-            events: VecDeque::new(),
-            event_bytes: 0,
-            forgotten: revision,
             revision,
             bytes: 0,
             changes: Vec::new(),
@@ -120,7 +107,7 @@ impl Table {
     pub(super) fn restore(
         &mut self,
         leases: Vec<(String, Duration)>,
-        records: Vec<(String, Stored)>,
+        records: &[(Arc<str>, Stored)],
         revision: u64,
         now: Instant,
     ) {
@@ -130,15 +117,18 @@ impl Table {
             self.add_lease(id.into(), ttl.min(self.limits.lease_ttl_max), now);
         }
         for (key, stored) in records {
-            let key: Arc<str> = key.into();
             if let Some(lease) = stored.lease.as_ref().and_then(|id| self.leases.get_mut(id)) {
-                lease.keys.insert(Arc::clone(&key));
+                lease.keys.insert(Arc::clone(key));
             }
             self.bytes += key.len() + stored.value.len();
-            self.records.insert(key, stored);
+            let known = Known {
+                version: stored.version,
+                value_bytes: stored.value.len(),
+                lease: stored.lease.clone(),
+            };
+            self.records.insert(Arc::clone(key), known);
         }
         self.revision = self.revision.max(revision.saturating_add(1));
-        self.forgotten = self.revision;
     }
 
     pub(super) fn revision(&self) -> u64 {
@@ -149,27 +139,14 @@ impl Table {
         std::mem::take(&mut self.changes)
     }
 
-    pub(super) fn get(&self, key: &str) -> Option<&Stored> {
-        self.records.get(key)
+    /// The version of a record, if there is one.
+    pub(super) fn version(&self, key: &str) -> Option<u64> {
+        self.records.get(key).map(|known| known.version)
     }
 
-    pub(super) fn list<'table>(
-        &'table self,
-        prefix: &'table str,
-    ) -> impl Iterator<Item = (&'table Arc<str>, &'table Stored)> {
-        self.records
-            .range::<str, _>((Bound::Included(prefix), Bound::Unbounded))
-            .take_while(move |(key, _)| key.starts_with(prefix))
-    }
-
-    /// Numbers for `/metrics`: records, bytes, leases, events kept.
-    pub(super) fn sizes(&self) -> [usize; 4] {
-        [
-            self.records.len(),
-            self.bytes,
-            self.leases.len(),
-            self.events.len(),
-        ]
+    /// Numbers for `/metrics`: bytes, leases.
+    pub(super) fn sizes(&self) -> [usize; 2] {
+        [self.bytes, self.leases.len()]
     }
 
     pub(super) fn put(
@@ -189,7 +166,7 @@ impl Table {
             });
         }
         let old = self.records.get(key);
-        let freed = old.map_or(0, |old| key.len() + old.value.len());
+        let freed = old.map_or(0, |old| key.len() + old.value_bytes);
         if old.is_none() && self.records.len() >= self.limits.records_max {
             return Err(Refusal::Full("too many records"));
         }
@@ -215,12 +192,13 @@ impl Table {
             version: self.revision,
             lease,
         };
-        self.log(Arc::clone(&key), Some(stored.value.clone()));
-        self.changes.push(Change::Put {
-            key: Arc::clone(&key),
-            stored: stored.clone(),
-        });
-        self.records.insert(key, stored);
+        let known = Known {
+            version: stored.version,
+            value_bytes: stored.value.len(),
+            lease: stored.lease.clone(),
+        };
+        self.records.insert(Arc::clone(&key), known);
+        self.changes.push(Change::Put { key, stored });
         Ok(self.revision)
     }
 
@@ -295,34 +273,8 @@ impl Table {
         self.leases.insert(id, Lease { ttl, ends, keys });
     }
 
-    /// Events under `prefix` after the revision `after`.
-    pub(super) fn since(&self, prefix: &str, after: u64) -> Since {
-        // A revision from the future is one of another life of this server.
-        if after < self.forgotten || after > self.revision {
-            return Since::Resync;
-        }
-        let first = self.events.partition_point(|event| event.revision <= after);
-        let mut revision = self.revision;
-        let (mut events, mut bytes) = (Vec::new(), 0);
-        for event in self.events.range(first..) {
-            if !event.key.starts_with(prefix) {
-                continue;
-            }
-            bytes += event.value.as_ref().map_or(0, Bytes::len);
-            if events.len() == self.limits.answer_events_max
-                || (bytes > self.limits.answer_event_bytes_max && !events.is_empty())
-            {
-                // The rest is for the next question.
-                revision = event.revision - 1;
-                break;
-            }
-            events.push(event.clone());
-        }
-        Since::Events { events, revision }
-    }
-
     fn check(&self, key: &str, condition: Condition) -> Result<(), Refusal> {
-        let current = self.records.get(key).map(|stored| stored.version);
+        let current = self.version(key);
         let holds = match condition {
             Condition::None => true,
             Condition::Absent => current.is_none(),
@@ -339,9 +291,8 @@ impl Table {
     fn remove(&mut self, key: &str) {
         self.detach(key);
         if let Some((key, old)) = self.records.remove_entry(key) {
-            self.bytes -= key.len() + old.value.len();
+            self.bytes -= key.len() + old.value_bytes;
             self.revision += 1;
-            self.log(Arc::clone(&key), None);
             let revision = self.revision;
             self.changes.push(Change::Delete { key, revision });
         }
@@ -349,29 +300,9 @@ impl Table {
 
     /// Takes `key` out of the lease it is under.
     fn detach(&mut self, key: &str) {
-        let lease = self
-            .records
-            .get(key)
-            .and_then(|stored| stored.lease.as_ref());
+        let lease = self.records.get(key).and_then(|known| known.lease.as_ref());
         if let Some(lease) = lease.and_then(|id| self.leases.get_mut(id)) {
             lease.keys.remove(key);
-        }
-    }
-
-    fn log(&mut self, key: Arc<str>, value: Option<Bytes>) {
-        self.event_bytes += value.as_ref().map_or(0, Bytes::len);
-        self.events.push_back(Event {
-            revision: self.revision,
-            key,
-            value,
-        });
-        while self.events.len() > self.limits.events_max
-            || (self.event_bytes > self.limits.event_bytes_max && self.events.len() > 1)
-        {
-            if let Some(event) = self.events.pop_front() {
-                self.event_bytes -= event.value.as_ref().map_or(0, Bytes::len);
-                self.forgotten = event.revision;
-            }
         }
     }
 }

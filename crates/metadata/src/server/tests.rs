@@ -7,7 +7,9 @@ use axum::extract::RawQuery;
 use bytes::Bytes;
 
 use super::clock::LeaseClock;
-use super::table::{Condition, Refusal, Since, Table};
+use super::disk::Disk;
+use super::table::{Condition, Refusal, Table};
+use super::view::{Since, View};
 use super::{
     CHANGE_BYTES, EXPIRY_INTERVAL_MAX, MEND_INTERVAL, MetadataServer, ServerLimits, ServerOptions,
     Shared, routes,
@@ -64,8 +66,8 @@ fn what_is_renewed_before_anybody_has_ended_it_is_not_over() {
     // The one that ends leases waits for the disk all the while.
     table.keep_alive("renewed", now + 2 * ttl).expect("there");
     table.expire(now + 2 * ttl);
-    assert!(table.get("renewed").is_some());
-    assert!(table.get("left").is_none());
+    assert!(table.version("renewed").is_some());
+    assert!(table.version("left").is_none());
 }
 
 #[test]
@@ -130,8 +132,42 @@ async fn put(shared: &Shared, key: &str, value: &'static str) {
 }
 
 fn read(shared: &Shared, key: &str) -> Option<Bytes> {
-    let state = shared.lock();
-    state.table.get(key).map(|stored| stored.value.clone())
+    let view = shared.visible.lock();
+    view.get(key).map(|stored| stored.value.clone())
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_on_disk_is_shown_to_nobody() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = on_disk(dir.path());
+    let shared = &*server.shared;
+    put(shared, "k", "1").await;
+    let version = shared.lock().table.version("k").expect("stored");
+    let watch = shared.visible.subscribe();
+    // The first disk's thread is gone once it is dropped.
+    let (stalled, fail) = Disk::stalled();
+    drop(shared.lock().disk.replace(stalled));
+    let value = Bytes::from_static(b"2");
+    let replace = |table: &mut Table, _| table.put("k", value, Condition::None, None);
+    let mut replacing = Box::pin(shared.change(None, CHANGE_BYTES, replace));
+    // Refused for the sake of what may never be: it has to wait, too.
+    let stale = |table: &mut Table, _| table.delete("k", Condition::Version(version));
+    let mut refused = Box::pin(shared.change(None, CHANGE_BYTES, stale));
+    let waited = tokio::time::timeout(Duration::from_secs(60), &mut replacing).await;
+    assert!(waited.is_err(), "it is not on disk");
+    let waited = tokio::time::timeout(Duration::from_secs(60), &mut refused).await;
+    assert!(waited.is_err(), "what it is refused for is not on disk");
+    let unchanged = || {
+        assert_eq!(read(shared, "k").expect("there"), "1");
+        let since = shared.visible.lock().since("", version);
+        assert!(matches!(since, Since::Events { events, .. } if events.is_empty()));
+        assert!(!watch.has_changed().expect("lives"), "a watch was woken");
+    };
+    unchanged();
+    drop(fail);
+    replacing.await.expect_err("never on disk");
+    refused.await.expect_err("nor this");
+    unchanged();
 }
 
 #[tokio::test(start_paused = true)]
@@ -206,24 +242,29 @@ fn table(limits: ServerLimits) -> Table {
 
 #[test]
 fn a_watch_that_was_away_too_long_is_told_to_resync() {
-    let mut table = table(ServerLimits {
+    let limits = ServerLimits {
         events_max: 2,
         ..ServerLimits::default()
-    });
+    };
+    let mut view = View::new(limits.clone(), 100);
+    let mut table = table(limits);
     for key in ["a/1", "b/1", "a/2"] {
         table
             .put(key, Bytes::new(), Condition::None, None)
             .expect("put");
     }
+    for change in table.take_changes() {
+        view.apply(change);
+    }
     assert!(
-        matches!(table.since("a/", 100), Since::Resync),
+        matches!(view.since("a/", 100), Since::Resync),
         "the first event is forgotten"
     );
     assert!(
-        matches!(table.since("a/", 104), Since::Resync),
+        matches!(view.since("a/", 104), Since::Resync),
         "from another life"
     );
-    match table.since("a/", 101) {
+    match view.since("a/", 101) {
         Since::Events { events, .. } => assert_eq!(events.len(), 1, "a/2 only: {events:?}"),
         Since::Resync => panic!("events 102 and 103 are there"),
     }
@@ -258,7 +299,7 @@ fn limits_are_refusals_and_change_nothing() {
     table.grant_lease("l".into(), second, now).expect("first");
     let full = table.grant_lease("m".into(), second, now);
     assert_eq!(full, Err(Refusal::Full("too many leases")));
-    assert_eq!(table.sizes(), [2, 4, 1, 3]);
+    assert_eq!(table.sizes(), [4, 1]);
 }
 
 #[test]
@@ -278,14 +319,14 @@ fn a_lease_takes_its_records_along_and_no_others() {
     table.delete("left", Condition::None).expect("deleted");
     table.keep_alive("l", now + ttl / 2).expect("in time");
     table.expire(now + ttl);
-    assert!(table.get("gone").is_some(), "kept alive until 3 s");
+    assert!(table.version("gone").is_some(), "kept alive until 3 s");
     table.expire(now + 2 * ttl);
     assert_eq!(
         table.keep_alive("l", now + 2 * ttl),
         Err(Refusal::LeaseGone)
     );
-    assert!(table.get("gone").is_none());
-    assert!(table.get("kept").is_some());
+    assert!(table.version("gone").is_none());
+    assert!(table.version("kept").is_some());
     let refused = table.put("x", Bytes::new(), Condition::None, Some("l"));
     assert_eq!(refused, Err(Refusal::LeaseGone));
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use serde_json::json;
 
-use super::table::Event;
+use super::view::Event;
 
 /// A piece is sent once it has this many bytes.
 const PIECE_BYTES: usize = 32 << 10;
