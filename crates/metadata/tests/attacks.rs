@@ -158,9 +158,9 @@ async fn long_bodies_together_wait_for_room_and_short_ones_do_not() {
     let mut options = ServerOptions::default();
     options.limits.value_bytes_max = 1 << 20;
     options.limits.incoming_bytes_max = 1 << 20;
-    options.limits.request_time_max = Duration::from_secs(3);
+    options.limits.request_time_max = Duration::from_secs(10);
     let server = Server::start(options, None).await;
-    // Each takes all the room there is and sends nothing of it.
+    // Each may take all the room there is and sends nothing of it.
     let slow = "PUT /metadata?key=slow HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n";
     let long = format!(
         "{}content-length: 1000000\r\n\r\n",
@@ -185,6 +185,47 @@ async fn long_bodies_together_wait_for_room_and_short_ones_do_not() {
     assert_eq!(store.get("long").await.expect("stored").value, long);
     for slow in slow_ones {
         let said = slow.await.expect("no panic");
+        assert!(said.starts_with("HTTP/1.1 408"), "{said}");
+    }
+}
+
+#[tokio::test]
+async fn who_sends_a_long_value_a_few_bytes_a_second_holds_no_room() {
+    let mut options = ServerOptions::default();
+    options.limits.value_bytes_max = 1 << 20;
+    options.limits.incoming_bytes_max = 1 << 20;
+    // Longer than anything here may take.
+    options.limits.request_time_max = 2 * LIMIT;
+    let server = Server::start(options, None).await;
+    // Without a length, beyond what is received without room; and with one.
+    let put = "PUT /metadata?key=slow HTTP/1.1\r\nhost: h\r\n";
+    let begun = "x".repeat(70_000);
+    let chunked = format!("{put}transfer-encoding: chunked\r\n\r\n11170\r\n{begun}\r\n");
+    let announced = format!("{put}content-length: 1000000\r\n\r\n");
+    for (head, piece) in [(chunked, "1\r\nx\r\n"), (announced, "x")] {
+        let mut stream = TcpStream::connect(server.address).await.expect("connects");
+        stream.write_all(head.as_bytes()).await.expect("sent");
+        let holds = async {
+            while metric(&server, "receiving_bytes").await < 900_000 {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        within("the room's end", holds).await;
+        let (mut reading, mut writing) = stream.into_split();
+        let dripping = tokio::spawn(async move {
+            while writing.write_all(piece.as_bytes()).await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(250)).await;
+            }
+        });
+        let mut client = StoreOptions::default();
+        client.deadline = LIMIT;
+        let store = HttpStore::new(&server.url(), None, &client).expect("a client");
+        let long: Bytes = vec![b'x'; 900_000].into();
+        within("room", until_up(|| store.put("long", long.clone(), None))).await;
+        let mut said = Vec::new();
+        let _ = within("its end", reading.read_to_end(&mut said)).await;
+        dripping.abort();
+        let said = String::from_utf8_lossy(&said);
         assert!(said.starts_with("HTTP/1.1 408"), "{said}");
     }
 }
@@ -225,6 +266,57 @@ async fn who_does_not_take_his_list_is_cut_off_and_others_get_theirs() {
     let dripped = within("the slow reader's end", dripped).await;
     assert!(dripped.expect("no panic") < RECORDS << 20, "it was not cut");
     drop(silent);
+}
+
+/// Asks, and then takes 200 bytes a second for as long as the connection lives. Returns once the
+/// answer has begun.
+async fn drip(address: SocketAddr, target: &str) -> tokio::task::JoinHandle<()> {
+    let mut stream = TcpStream::connect(address).await.expect("connects");
+    let get = format!("GET {target} HTTP/1.1\r\nhost: h\r\n\r\n");
+    stream.write_all(get.as_bytes()).await.expect("sent");
+    let mut buffer = [0; 50];
+    let first = within("the answer's beginning", stream.read(&mut buffer)).await;
+    assert!(first.expect("an answer") > 0);
+    tokio::spawn(async move {
+        while let Ok(1..) = stream.read(&mut buffer).await {
+            tokio::time::sleep(Duration::from_millis(250)).await;
+        }
+    })
+}
+
+#[tokio::test]
+async fn who_takes_a_few_bytes_a_second_holds_no_place_of_a_list() {
+    let mut options = ServerOptions::default();
+    options.limits.lists_max = 1;
+    options.limits.request_time_max = Duration::from_secs(2);
+    let server = Server::start(options, None).await;
+    let store = server.client();
+    let value: Bytes = vec![b'x'; 1 << 20].into();
+    // More than the kernel takes in ahead.
+    for number in 0..32 {
+        let key = format!("p/{number}");
+        until_up(|| store.put(&key, value.clone(), None)).await;
+    }
+    until_up(|| store.put("q", Bytes::new(), None)).await;
+    let dripping = drip(server.address, "/metadata?prefix=p/").await;
+    assert_eq!(until_up(|| store.list("q")).await.len(), 1);
+    dripping.abort();
+}
+
+#[tokio::test]
+async fn who_takes_a_few_bytes_a_second_holds_no_connection() {
+    let mut options = ServerOptions::default();
+    options.limits.connections_max = 1;
+    options.limits.idle_max = Duration::from_secs(1);
+    options.limits.request_time_max = Duration::from_secs(2);
+    let server = Server::start(options, None).await;
+    let store = server.client();
+    let value: Bytes = vec![b'x'; 32 << 20].into();
+    until_up(|| store.put("long", value.clone(), None)).await;
+    // Begins once the one place is free.
+    let dripping = drip(server.address, "/metadata?key=long").await;
+    until_up(|| store.put("short", Bytes::new(), None)).await;
+    dripping.abort();
 }
 
 #[tokio::test]

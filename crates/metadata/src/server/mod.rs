@@ -21,7 +21,9 @@
 //! says where to go on.
 //!
 //! A disk that cannot be written, such as a full one, refuses changes with 503; the server then
-//! goes back to what it has acknowledged, and takes changes again once the disk does.
+//! goes back to what it has acknowledged, and takes changes again once the disk does. It never
+//! makes a new file then, nor takes one that lacks what was acknowledged. Readers see a change
+//! once it is on disk; leases are kept alive also while it is not.
 //!
 //! Not here: TLS (put a proxy before it) and replication.
 
@@ -74,8 +76,9 @@ pub struct ServerLimits {
     pub idle_max: Duration,
     /// Most requests in work at one time, watches not counted.
     pub requests_max: usize,
-    /// Longest time for one request, its body and the disk included, watches not counted. Lists
-    /// and the answers to watches may take as long once more to be sent.
+    /// Longest time for one request, its body and the disk included, watches not counted. A long
+    /// value that does not come at the pace for that is given up early. Answers may take as long
+    /// once more to be sent.
     pub request_time_max: Duration,
     /// Most watches waiting at one time.
     pub watches_max: usize,
@@ -162,8 +165,8 @@ struct Shared {
     counters: routes::Counters,
 }
 
-/// What the server decides by, and the disk that has to have it: under one lock, so that the disk sees
-/// the changes in their order.
+/// What the server decides by, and the disk that has to have it: under one lock, so that the disk
+/// sees the changes in their order.
 #[derive(Debug)]
 struct State {
     table: Table,
@@ -344,8 +347,8 @@ impl Shared {
     }
 
     /// Goes back to what the disk has, after it has failed: what it had not was acknowledged and
-    /// shown to nobody. A directory that lacks what was acknowledged is refused. Watches are told to read
-    /// anew.
+    /// shown to nobody. A directory that lacks what was acknowledged is refused. Watches are told
+    /// to read anew.
     fn reload(&self, dir: &Path) -> Result<(), MetadataError> {
         // The file is free once its last user is gone.
         let failed = self.lock().disk.take();

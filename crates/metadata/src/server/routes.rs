@@ -1,8 +1,9 @@
 //! The HTTP side of the server.
 
+use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
@@ -15,11 +16,13 @@ use axum::routing::get;
 use futures::StreamExt as _;
 use percent_encoding::percent_decode_str;
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
 
 use super::listen::Client;
 use super::table::{Condition, Refusal, Stored};
 use super::view::Since;
 use super::{CHANGE_BYTES, MetadataServer, disk, wire};
+use crate::store::AbortOnDrop;
 
 /// Marks every answer, so that clients know that versions, lists, leases and watches work.
 const MARK: &str = "rerail-metadata";
@@ -201,22 +204,34 @@ fn json(body: Body) -> Response {
 }
 
 /// An answer that is made while it is sent. `held` is let go of with it. A client that has not
-/// taken it within `limit` does not get the rest.
+/// taken it within `limit` does not get the rest: the time goes by also while the client takes
+/// nothing, when nobody asks for the next piece.
 fn streamed(
     pieces: impl Iterator<Item = Bytes> + Send + 'static,
     limit: Duration,
     held: impl Send + 'static,
 ) -> Body {
-    let deadline = tokio::time::Instant::now() + limit;
-    let in_time = pieces.map(move |piece| {
-        let _held = &held;
-        if tokio::time::Instant::now() < deadline {
-            Ok(piece)
-        } else {
-            Err(std::io::Error::from(std::io::ErrorKind::TimedOut))
+    let source = Arc::new(Mutex::new(Some((pieces, held))));
+    let rest = Arc::downgrade(&source);
+    let timer = AbortOnDrop(tokio::spawn(async move {
+        tokio::time::sleep(limit).await;
+        if let Some(source) = rest.upgrade() {
+            lock(&source).take();
+        }
+    }));
+    let in_time = std::iter::from_fn(move || {
+        let _timer = &timer;
+        match lock(&source).as_mut() {
+            Some((pieces, _)) => pieces.next().map(Ok),
+            None => Some(Err(io::Error::from(io::ErrorKind::TimedOut))),
         }
     });
     Body::from_stream(futures::stream::iter(in_time))
+}
+
+/// One whose user panicked has no more pieces worth sending, but no less either.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn condition(headers: &HeaderMap) -> Result<Condition, Rejection> {
@@ -245,6 +260,7 @@ pub(super) enum Rejection {
     BadRequest(String),
     Refused(Refusal),
     Busy(&'static str),
+    TooSlow,
     DiskFailed,
 }
 
@@ -259,6 +275,10 @@ impl IntoResponse for Rejection {
         let (status, text) = match self {
             Self::BadRequest(reason) => (StatusCode::BAD_REQUEST, reason),
             Self::Busy(reason) => (StatusCode::SERVICE_UNAVAILABLE, reason.to_owned()),
+            Self::TooSlow => (
+                StatusCode::REQUEST_TIMEOUT,
+                "the value comes too slowly to be there in time".to_owned(),
+            ),
             Self::DiskFailed => (
                 StatusCode::SERVICE_UNAVAILABLE,
                 "the disk has failed; see the server's log".to_owned(),
@@ -336,37 +356,74 @@ struct Received {
     _room: Option<OwnedSemaphorePermit>,
 }
 
+/// The pace that a long value has to keep, so that nobody holds room for nothing.
+struct Pace {
+    since: Instant,
+    left: Duration,
+    bytes: usize,
+    late_max: Duration,
+}
+
+impl Pace {
+    /// To have `bytes` by the end of a request that began at `begun`.
+    fn new(begun: Instant, time: Duration, bytes: usize) -> Self {
+        let since = Instant::now();
+        Self {
+            since,
+            left: (begun + time).saturating_duration_since(since),
+            bytes,
+            late_max: time / 16,
+        }
+    }
+
+    /// When more has to come than what is `received`.
+    fn more_by(&self, received: usize) -> Instant {
+        let part = received as f64 / self.bytes.max(1) as f64;
+        self.since + self.left.mul_f64(part) + self.late_max
+    }
+}
+
 /// Reads a request's body. Long ones wait for room, all of it at once, so that however many come
-/// together they neither fill the memory nor wait for each other's halves. Short ones do not wait.
+/// together they neither fill the memory nor wait for each other's halves; then they have to come
+/// at a pace at which they are whole in time. Short ones do not wait.
 async fn receive(server: &MetadataServer, body: Body) -> Result<Received, Rejection> {
-    let limit = server.shared.options.limits.value_bytes_max;
+    let begun = Instant::now();
+    let limits = &server.shared.options.limits;
+    let limit = limits.value_bytes_max;
     let too_large = || Rejection::Refused(Refusal::TooLarge { limit });
     let hint = body.size_hint();
     if hint.lower() > limit as u64 {
         return Err(too_large());
     }
-    // Who does not say how much it is may send the most.
-    let announced = hint
-        .upper()
-        .map_or(limit, |most| most.min(limit as u64) as usize);
-    let room = if announced > SHORT_BYTES {
-        let most = u32::try_from(announced).unwrap_or(u32::MAX);
-        let room = Arc::clone(&server.shared.incoming)
-            .acquire_many_owned(most)
-            .await;
-        Some(room.map_err(|_| Rejection::Busy("stopping"))?)
-    } else {
-        None
-    };
+    // Who does not say how much it is may send the most, and needs room once it is no longer short.
+    let announced = hint.upper().map(|most| most.min(limit as u64) as usize);
+    let most = announced.unwrap_or(limit);
+    let mut expected = announced.unwrap_or(0);
     let mut value = Vec::new();
+    let mut held: Option<(OwnedSemaphorePermit, Pace)> = None;
     let mut stream = body.into_data_stream();
-    while let Some(part) = stream.next().await {
+    loop {
+        if held.is_none() && expected > SHORT_BYTES {
+            let units = u32::try_from(most).unwrap_or(u32::MAX);
+            let room = Arc::clone(&server.shared.incoming).acquire_many_owned(units);
+            let room = room.await.map_err(|_| Rejection::Busy("stopping"))?;
+            held = Some((room, Pace::new(begun, limits.request_time_max, most)));
+        }
+        let part = match &held {
+            None => stream.next().await,
+            Some((_, pace)) => tokio::time::timeout_at(pace.more_by(value.len()), stream.next())
+                .await
+                .map_err(|_| Rejection::TooSlow)?,
+        };
+        let Some(part) = part else { break };
         let part = part.map_err(|_| bad_request("the body has ended early"))?;
-        if value.len() + part.len() > announced {
+        if value.len() + part.len() > most {
             return Err(too_large());
         }
         value.extend_from_slice(&part);
+        expected = expected.max(value.len());
     }
+    let room = held.map(|(room, _)| room);
     // Exactly as long as it is: what came from the connection would keep its whole buffer.
     let value = Bytes::from(value.into_boxed_slice());
     Ok(Received { value, _room: room })
@@ -533,12 +590,17 @@ async fn metrics(State(server): State<MetadataServer>) -> String {
     let watches = limits
         .watches_max
         .saturating_sub(shared.watches.available_permits());
+    let receiving = limits
+        .incoming_bytes_max
+        .max(limits.value_bytes_max)
+        .saturating_sub(shared.incoming.available_permits());
     let gauges = [
         ("records", records),
         ("bytes", bytes),
         ("leases", leases),
         ("events_kept", events),
         ("watches_waiting", watches),
+        ("receiving_bytes", receiving),
     ];
     let counters = &shared.counters;
     let totals = [
