@@ -301,35 +301,3 @@ fn a_transfer_is_in_a_nics_queue_once_however_often_it_is_offered() {
         .local_gate(LocalNic(0), LocalGate::Open { endpoints_kept });
     finish.wait().expect("moved");
 }
-
-#[test]
-fn nothing_is_posted_through_a_closed_gate_though_its_rails_have_not_heard_of_it() {
-    let rig = rig(12, 1);
-    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
-    let (to_b, to_a) = (peer_of(&a, 1, &b), peer_of(&b, 1, &a));
-    let (here, there) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
-    let write = Move::all(&a, &to_b, &here, &there);
-    write.run().expect("moved");
-    let posted = Arc::new(AtomicU64::new(0));
-    let (count, nic) = (Arc::clone(&posted), rig.hosts[0].1[0]);
-    let watched = rig.fabric.on_work(move |work| {
-        count.fetch_add(u64::from(work.nic == nic), Ordering::SeqCst);
-        WorkVerdict::Pass
-    });
-    a.nics()[0].set_gate(false);
-    let (_, finish) = write.write();
-    // Time enough for the work to be taken: the other way is open.
-    let back = Move::all(&b, &to_a, &there, &here);
-    for _ in 0..20 {
-        back.run().expect("moved");
-    }
-    assert_eq!(posted.load(Ordering::SeqCst), 0);
-    // As the observer closes and opens it.
-    a.router().local_gate(LocalNic(0), LocalGate::Closed);
-    a.nics()[0].set_gate(true);
-    let endpoints_kept = true;
-    a.router()
-        .local_gate(LocalNic(0), LocalGate::Open { endpoints_kept });
-    finish.wait().expect("moved at last");
-    drop(watched);
-}
