@@ -25,7 +25,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<()> {
 pub(crate) fn storm(first: u64, count: u64, packages: &[&str]) -> Result<()> {
     let mut command = process::cargo();
     command.args(["test", "--locked", "--quiet"]).args(packages);
-    command.args(["--test", "storm", "whatever_happens", "--", "--nocapture"]);
+    command.args(["--lib", "storm::whatever_happens", "--", "--nocapture"]);
     command.env("RERAIL_SIM_SEEDS", count.to_string());
     command.env("RERAIL_SIM_SEED", first.to_string());
     process::run(&mut command)

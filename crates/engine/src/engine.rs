@@ -10,7 +10,6 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use rerail_metadata::descriptor::{Device, SegmentDescriptor};
 use rerail_transport::TransportError;
-use rerail_transport::machine::fence::FenceConfig;
 use rerail_transport::machine::ids::PeerId;
 use rerail_transport::rdma::rail::RailStats;
 use rerail_transport::rdma::{
@@ -207,7 +206,7 @@ impl Engine {
                 Route::Rdma => config.slicing,
                 Route::Tcp(_) => tcp::SLICING,
             },
-            cut_off: FenceConfig::default().cut_off_at(now, deadline),
+            cut_off: config.limits.cut_off_at(now, deadline),
         };
         Ok((spec, in_use, revision))
     }

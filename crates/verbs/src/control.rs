@@ -46,8 +46,7 @@ struct Shared {
     jobs: ArrayQueue<Job>,
     /// Not bounded by itself: each live object gets here once, so the device's limits bound it.
     doomed: SegQueue<Doomed>,
-    /// `None` for a backend whose verbs cannot hang: everything runs at once, on the caller.
-    thread: Option<OnceLock<Thread>>,
+    runner: Runner,
     started: Instant,
     /// Nanoseconds after `started` at which the verb in progress began, plus one; 0 when idle.
     busy_since_ns: AtomicU64,
@@ -61,24 +60,35 @@ struct Shared {
     quarantined_bytes: AtomicU64,
 }
 
+/// Who runs jobs and destructions.
+enum Runner {
+    /// A thread of its own.
+    Thread(OnceLock<Thread>),
+    /// Whoever hands them over, at once: for a backend whose verbs cannot hang.
+    Caller,
+    /// Whoever calls [`ControlThread::turn`].
+    Turns,
+}
+
 impl ControlThread {
     /// Starts the thread of one context of `device`.
     #[cfg(any(test, feature = "ibv", feature = "sim"))]
     pub(crate) fn spawn(device: &Arc<str>) -> Result<Self, VerbsError> {
-        let control = Self::new(device, Some(OnceLock::new()));
+        let control = Self::new(device, Runner::Thread(OnceLock::new()));
         let shared = Arc::clone(&control.shared);
         // Linux shows the first 15 characters.
         let spawned = std::thread::Builder::new()
             .name(format!("ctl-{device}"))
             .spawn(move || shared.run());
-        match (spawned, &control.shared.thread) {
-            (Ok(handle), Some(slot)) => {
-                // Nothing else sets the slot.
-                let _ = slot.set(handle.thread().clone());
+        match spawned {
+            Ok(handle) => {
+                if let Runner::Thread(slot) = &control.shared.runner {
+                    // Nothing else sets the slot.
+                    let _ = slot.set(handle.thread().clone());
+                }
                 Ok(control)
             }
-            (Ok(_), None) => Ok(control),
-            (Err(error), _) => Err(VerbsError::Thread {
+            Err(error) => Err(VerbsError::Thread {
                 device: Arc::clone(device),
                 errno: error.raw_os_error().unwrap_or(0),
             }),
@@ -89,18 +99,39 @@ impl ControlThread {
     /// a backend whose verbs cannot hang and that must stay on one thread.
     #[cfg(any(test, feature = "sim"))]
     pub(crate) fn inline(device: &Arc<str>) -> Self {
-        Self::new(device, None)
+        Self::new(device, Runner::Caller)
+    }
+
+    /// A control "thread" whose jobs and destructions wait for [`turn`](Self::turn): for a driver
+    /// that steps many simulated threads.
+    #[cfg(any(test, feature = "sim"))]
+    pub(crate) fn in_turns(device: &Arc<str>) -> Self {
+        Self::new(device, Runner::Turns)
+    }
+
+    /// True for a handle to the same thread.
+    #[cfg(any(test, feature = "sim"))]
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// Runs the next job or destruction of a context in virtual time with
+    /// [`VerbTime::Turns`](crate::sim::VerbTime::Turns). False if nothing waits, or if the thread
+    /// runs by itself.
+    #[cfg(any(test, feature = "sim"))]
+    pub fn turn(&self) -> bool {
+        self.shared.turn()
     }
 
     #[cfg(any(test, feature = "ibv", feature = "sim"))]
-    fn new(device: &Arc<str>, thread: Option<OnceLock<Thread>>) -> Self {
+    fn new(device: &Arc<str>, runner: Runner) -> Self {
         Self {
             shared: Arc::new(Shared {
                 device: Arc::clone(device),
                 urgent: ArrayQueue::new(JOBS_MAX),
                 jobs: ArrayQueue::new(JOBS_MAX),
                 doomed: SegQueue::new(),
-                thread,
+                runner,
                 started: Instant::now(),
                 busy_since_ns: AtomicU64::new(0),
                 allowed_ns: AtomicU64::new(0),
@@ -217,7 +248,7 @@ impl ControlThread {
 
     /// Hands an object over for destruction. Never blocks on the thread, never fails.
     pub(crate) fn destroy(&self, doomed: Doomed) {
-        if self.shared.thread.is_none() {
+        if let Runner::Caller = self.shared.runner {
             self.shared.run_doomed(doomed);
             return;
         }
@@ -232,7 +263,7 @@ impl ControlThread {
     {
         let (answer, receiver) = channel::bounded(1);
         let pending = Pending {
-            device: Arc::clone(&self.shared.device),
+            shared: Arc::clone(&self.shared),
             receiver,
         };
         let job = move || {
@@ -250,7 +281,7 @@ impl ControlThread {
         if self.shared.closed.load(Ordering::SeqCst) {
             return Err(closed());
         }
-        if self.shared.thread.is_none() {
+        if let Runner::Caller = self.shared.runner {
             self.shared.run_job(job);
             return Ok(());
         }
@@ -284,7 +315,9 @@ impl fmt::Debug for ControlThread {
 impl Shared {
     fn wake(&self) {
         // Before the slot is set the thread has not parked for the last time: `spawn` wakes it.
-        if let Some(thread) = self.thread.as_ref().and_then(OnceLock::get) {
+        if let Runner::Thread(slot) = &self.runner
+            && let Some(thread) = slot.get()
+        {
             thread.unpark();
         }
     }
@@ -292,18 +325,37 @@ impl Shared {
     /// Body of the thread.
     #[cfg(any(test, feature = "ibv", feature = "sim"))]
     fn run(&self) {
-        if let Some(slot) = &self.thread {
+        if let Runner::Thread(slot) = &self.runner {
             let _ = slot.set(std::thread::current());
         }
         while self.step() {
-            if self.urgent.is_empty() && self.doomed.is_empty() && self.jobs.is_empty() {
+            if self.is_idle() {
                 std::thread::park();
             }
         }
+        self.finish();
+    }
+
+    fn is_idle(&self) -> bool {
+        self.urgent.is_empty() && self.doomed.is_empty() && self.jobs.is_empty()
+    }
+
+    /// The device is closed.
+    fn finish(&self) {
         self.closed.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         self.drop_jobs();
         self.finished.store(true, Ordering::SeqCst);
+    }
+
+    /// Runs the next job or destruction on the caller, where that is how it is done.
+    #[cfg(any(test, feature = "sim"))]
+    fn turn(&self) -> bool {
+        let runs = matches!(self.runner, Runner::Turns) && !self.is_idle();
+        if runs && !self.step() {
+            self.finish();
+        }
+        runs
     }
 
     /// Runs the next job or destruction, if there is one. False once the device is closed.
@@ -348,9 +400,8 @@ impl Shared {
                 "the device refused to destroy an object; it is leaked"
             );
         }
-        if last && self.thread.is_none() {
-            self.closed.store(true, Ordering::SeqCst);
-            self.finished.store(true, Ordering::SeqCst);
+        if last && matches!(self.runner, Runner::Caller) {
+            self.finish();
         }
         !last
     }
@@ -374,21 +425,24 @@ impl Shared {
 }
 
 /// The promise of a job's result. Dropping it does not stop the job.
-#[derive(Debug)]
 #[must_use = "the result of the job is lost"]
 pub struct Pending<T> {
-    device: Arc<str>,
+    shared: Arc<Shared>,
     receiver: Receiver<T>,
 }
 
 impl<T> Pending<T> {
     /// Waits for the result, at most `limit`. After `NoAnswer` it can be asked again.
+    ///
+    /// In virtual time nobody else would run it, so that the caller does, after what came before.
     pub fn wait_timeout(&self, limit: Duration) -> Result<T, VerbsError> {
+        #[cfg(any(test, feature = "sim"))]
+        while self.receiver.is_empty() && self.shared.turn() {}
         self.receiver
             .recv_timeout(limit)
             .map_err(|error| match error {
                 RecvTimeoutError::Timeout => VerbsError::NoAnswer {
-                    device: Arc::clone(&self.device),
+                    device: Arc::clone(&self.shared.device),
                     waited: limit,
                 },
                 RecvTimeoutError::Disconnected => self.lost(),
@@ -406,8 +460,16 @@ impl<T> Pending<T> {
 
     fn lost(&self) -> VerbsError {
         VerbsError::JobLost {
-            device: Arc::clone(&self.device),
+            device: Arc::clone(&self.shared.device),
         }
+    }
+}
+
+impl<T> fmt::Debug for Pending<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending")
+            .field("device", &self.shared.device)
+            .finish_non_exhaustive()
     }
 }
 
@@ -523,5 +585,29 @@ mod tests {
         assert_eq!(ran_on.try_take().expect("at once").expect("whole"), caller);
         control.destroy(Doomed::NotOpened);
         assert!(control.is_closed());
+    }
+
+    #[test]
+    fn in_turns_each_thing_waits_for_its_turn_and_a_waiter_takes_those_before_its_own() {
+        let control = ControlThread::in_turns(&Arc::from("sim0"));
+        let (order, ran) = channel::unbounded();
+        for name in ["first", "second"] {
+            let order = order.clone();
+            let job = move || order.send(name).expect("it is read");
+            control.execute(job).expect("room");
+        }
+        let urgent = control.submit_urgent(move || order.send("urgent").is_ok());
+        assert!(ran.is_empty() && control.waiting() == 3);
+        assert!(control.turn());
+        assert_eq!(ran.try_recv(), Ok("urgent"), "ahead of the others");
+        assert!(matches!(urgent.expect("room").try_take(), Some(Ok(true))));
+        let last = control.submit(|| 4).expect("room");
+        assert_eq!(last.wait_timeout(LIMIT).expect("it waits for itself"), 4);
+        assert_eq!(ran.try_iter().collect::<Vec<_>>(), ["first", "second"]);
+        control.destroy(Doomed::NotOpened);
+        assert!(!control.is_closed());
+        assert!(control.turn() && control.is_closed() && !control.turn());
+        let refused = control.execute(|| ());
+        assert!(matches!(refused, Err(VerbsError::ControlClosed { .. })));
     }
 }

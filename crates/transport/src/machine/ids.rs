@@ -52,25 +52,6 @@ impl fmt::Display for RailId {
     }
 }
 
-/// One endpoint: a connected set of queue pairs of one rail. One-shot, so an id names one life.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct EndpointId {
-    /// Position in the engine's slab.
-    pub index: u32,
-    /// How often that position had been used before.
-    pub generation: u32,
-}
-
-impl fmt::Display for EndpointId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "endpoint {}.{}", self.index, self.generation)
-    }
-}
-
-/// A transfer, as it was submitted. Never reused within a process.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct TransferId(pub u64);
-
 /// A registered memory region of this engine. Never reused within a process.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct RegionId(pub u64);

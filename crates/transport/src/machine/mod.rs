@@ -1,5 +1,5 @@
-//! Decisions without I/O: what a NIC's events mean, what is published, when a connection is
-//! fenced, which rail a slice takes.
+//! Decisions without I/O: what a NIC's events mean, what is published, who is a peer, which rail
+//! carries work.
 //!
 //! A machine has no clock, thread, socket, runtime or source of randomness: [`Time`] and seeds
 //! come in as arguments, and nothing depends on the order of a hash map. The same machine runs
@@ -12,13 +12,11 @@
 //! | [`publisher`] | engine | what is stored and told to subscribers, when; whose name it is |
 //! | [`peers`] | engine | which records are taken in and when they are read; who restarted |
 //! | [`rail`] | engine | which rails carry work, when they are proved, who is blamed |
-//! | [`fence`] | engine | when abandoned work can touch no memory any more |
-//! | [`transfer`] | engine | when a transfer fails, and why |
-//! | [`progress`] | data thread | which queue pairs do not progress; how much may be posted |
 //!
-//! The endpoint, one for each connection, is a machine too:
-//! [`rdma::endpoint`](crate::rdma::endpoint). [`verdict`] says whose fault a completion is,
-//! [`ids`] how things are named, [`flow`] what one machine's actions mean to the next.
+//! The endpoint, one for each connection, is a machine too, which decides when abandoned work can
+//! touch no memory any more: [`rdma::endpoint`](crate::rdma::endpoint). [`verdict`] says whose
+//! fault a completion is, [`ids`] how things are named, [`flow`] what one machine's actions mean to
+//! the next.
 //!
 //! # The way of one event
 //!
@@ -28,7 +26,7 @@
 //!    |------------------>| CloseGate ---------+--> rails: Down, no post  |
 //!    |   (acknowledged)  | ReadPort           |                          |
 //!    |<------------------|                    |                          |
-//!    | DOWN              | CutEndpoints ------+--> fence: ERR + close -->| its end in ERR
+//!    | DOWN              | CutEndpoints ------+--> endpoint: ERR, close->| its end in ERR
 //!    |------------------>| Publish ---------->| Push ------------------->| peers: NIC Down
 //!    |                   |                    | Store ---> store ------->|   rails: Down
 //!    | PORT_ACTIVE       |                    |                          |
@@ -36,8 +34,9 @@
 //!    |                   | HalfOpen ----------+--> rails: connect, probe, Up <--> accepts()
 //! ```
 //!
-//! Work that was posted through the closed gate comes back flushed or not at all: [`progress`]
-//! finds the latter, [`transfer`] says that its slices are posted again, [`fence`] when.
+//! Work that was posted before the gate closed comes back flushed or not at all. The driver of the
+//! data thread finds the latter, and gives its slices back to be posted again once their endpoint
+//! is fenced ([`rdma::driver`](crate::rdma::driver)).
 //!
 //! # How a driver uses a machine
 //!
@@ -85,19 +84,16 @@
 //! ```
 
 pub mod backoff;
-pub mod fence;
 pub mod flow;
 pub mod ids;
 pub mod observer;
 pub mod peers;
-pub mod progress;
 pub mod publisher;
 pub mod rail;
 pub mod record;
 #[cfg(test)]
 mod tests;
 mod time;
-pub mod transfer;
 pub mod verdict;
 
 pub use time::Time;

@@ -4,22 +4,24 @@
 //! made as soon as the last begins to close. Each endpoint is a task around an [`Endpoint`]
 //! machine. Everything here runs on the control runtime and is never waited for by a data thread.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
 use rerail_verbs::{AsyncEventKind, ObjectId};
-use tokio::runtime;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
+use super::clock::Clock;
 use super::config::RdmaConfig;
-use super::data_thread::Clock;
 use super::endpoint::{CLOSED, CloseCause, Endpoint, Input, Offer, Parties, is_same};
 use super::inbox::{EndpointKey, Inbox, Order};
 use super::keeper::{Binding, RailKeeper};
 use super::nic::Nic;
 use super::nics::{Nics, Seat};
 use super::opening::Opening;
+use super::outside::{Outside, Tasks};
 use super::paths::Paths;
 use super::rail::Rail;
 use super::signaling::Signaling;
@@ -77,7 +79,9 @@ struct Shared {
     nics: Nics,
     keeper: Arc<RailKeeper>,
     signaling: Arc<dyn Signaling>,
-    runtime: runtime::Handle,
+    tasks: Tasks,
+    /// Chooses packet numbers.
+    chance: Mutex<SmallRng>,
     admission: OnceLock<Arc<dyn Admission>>,
     unfenced: AtomicU64,
     table: Mutex<Table>,
@@ -89,7 +93,7 @@ struct Table {
     last_key: EndpointKey,
     /// The endpoints in use between a local NIC and a peer's NIC path: mostly one, and one more per
     /// instance of a peer that was restarted.
-    current: HashMap<(u32, String), Vec<Current>>,
+    current: BTreeMap<(u32, String), Vec<Current>>,
     /// Those that begin to close and are not fenced yet: a peer's request to close is answered by
     /// them, once their queue pairs are in ERR.
     closing: HashMap<(u32, String), Vec<(EndpointKey, Mailbox)>>,
@@ -139,16 +143,15 @@ type Answer = Result<Offer, String>;
 
 impl Connector {
     /// No endpoints yet. `keeper` is told what becomes of the rails' connections.
-    #[allow(clippy::too_many_arguments)]
-    pub fn new(
+    pub(super) fn new(
         config: RdmaConfig,
-        clock: Clock,
+        outside: Outside,
         identity: Identity,
         nics: Nics,
         keeper: Arc<RailKeeper>,
         signaling: Arc<dyn Signaling>,
-        runtime: runtime::Handle,
     ) -> Self {
+        let Outside { clock, tasks, seed } = outside;
         Self {
             shared: Arc::new(Shared {
                 config,
@@ -157,7 +160,8 @@ impl Connector {
                 nics,
                 keeper,
                 signaling,
-                runtime,
+                tasks,
+                chance: Mutex::new(SmallRng::seed_from_u64(seed)),
                 admission: OnceLock::new(),
                 unfenced: AtomicU64::new(0),
                 table: Mutex::default(),
@@ -250,10 +254,10 @@ impl Connector {
         let limit = self.shared.config.limits.connect;
         let (answer, answered) = oneshot::channel();
         self.deliver(offer, answer);
-        match tokio::time::timeout(limit, answered).await {
-            Ok(Ok(answer)) => answer,
-            Ok(Err(_)) => Err("the endpoint is gone".into()),
-            Err(_) => Err(format!("no answer within {} s", limit.as_secs())),
+        match self.shared.clock.within(limit, answered).await {
+            Some(Ok(answer)) => answer,
+            Some(Err(_)) => Err("the endpoint is gone".into()),
+            None => Err(format!("no answer within {} s", limit.as_secs())),
         }
     }
 
@@ -415,8 +419,15 @@ impl Connector {
             machine,
             mailbox.clone(),
         );
-        self.shared.runtime.spawn(task.run(mail));
+        self.shared.tasks.spawn(task.run(mail));
         mailbox
+    }
+
+    /// A first packet number, at random.
+    fn packet_number(&self) -> u32 {
+        let chance = &self.shared.chance;
+        let mut chance = chance.lock().unwrap_or_else(PoisonError::into_inner);
+        chance.random::<u32>() & 0x00ff_ffff
     }
 
     /// The endpoint is connected.
@@ -499,12 +510,12 @@ fn refuse(offer: &Offer, answer: oneshot::Sender<Answer>, reason: String) {
 }
 
 /// Hands an order over; waits while the data thread is behind.
-async fn order(inbox: &Inbox, order: Order) {
+async fn order(clock: Clock, inbox: &Inbox, order: Order) {
     let mut waiting = Some(order);
     while let Some(order) = waiting.take() {
         if let Err(back) = inbox.order(order) {
             waiting = Some(back);
-            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            clock.sleep(std::time::Duration::from_millis(1)).await;
         }
     }
 }

@@ -3,45 +3,20 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::queue::ArrayQueue;
 
+use super::clock::Clock;
 use super::driver::{Activity, Driver};
 use super::inbox::Wake;
 use crate::TransportError;
-use crate::machine::Time;
 
 /// Longest sleep of a parked thread: its drivers look at their limits then.
 const PARK_LIMIT: Duration = Duration::from_millis(20);
 
 /// Nap between looks at a completion queue that stays empty with work in flight.
 const NAP: Duration = Duration::from_micros(20);
-
-/// Times that are counted from the engine's start.
-#[derive(Clone, Copy, Debug)]
-pub struct Clock {
-    origin: Instant,
-}
-
-impl Clock {
-    /// A clock that starts now.
-    pub fn start() -> Self {
-        Self {
-            origin: Instant::now(),
-        }
-    }
-
-    /// The time.
-    pub fn now(&self) -> Time {
-        Time::since(self.origin, Instant::now())
-    }
-
-    /// The instant of a time, for sleeping until then.
-    pub fn instant(&self, time: Time) -> Instant {
-        self.origin + time.as_duration()
-    }
-}
 
 /// How long to spin and to yield before sleeping, while work is in flight.
 ///

@@ -8,8 +8,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::mpsc;
 
+use super::clock::Clock;
 use super::config::RdmaConfig;
-use super::data_thread::{Clock, DataThread};
+use super::data_thread::DataThread;
 use super::driver::Driver;
 use super::inbox::{Inbox, Report, Wake};
 use super::nic::Nic;

@@ -4,7 +4,7 @@
 //! system call but the doorbell. What it cannot decide by itself (connecting, moving queue pairs,
 //! where stranded work goes) it reports to the control side, and it goes on with the rest.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -71,7 +71,7 @@ pub struct Driver {
     /// Lane at which posting starts, so that none is always last.
     rotation: usize,
     links: Slab<Box<Link>>,
-    link_keys: HashMap<EndpointKey, u64>,
+    link_keys: BTreeMap<EndpointKey, u64>,
     flights: Slab<Flight>,
     in_flight_bytes: u64,
     pace: Pace,
@@ -105,7 +105,7 @@ impl Driver {
             free_lanes: VecDeque::new(),
             rotation: 0,
             links: Slab::with_capacity(config.endpoints_max),
-            link_keys: HashMap::new(),
+            link_keys: BTreeMap::new(),
             flights: Slab::with_capacity(flights_max),
             in_flight_bytes: 0,
             pace: Pace::new(now),
@@ -166,6 +166,12 @@ impl Driver {
             }
         }
         self.unsent.drain(..).for_each(settle::end);
+    }
+
+    /// Work requests that are posted and have not come back.
+    #[cfg(test)]
+    pub(super) fn in_flight(&self) -> usize {
+        self.flights.len()
     }
 
     /// True when nothing waits in the queues in front of it.

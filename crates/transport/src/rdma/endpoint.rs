@@ -48,6 +48,16 @@ pub struct Limits {
     pub packet_lifetime: Duration,
 }
 
+impl Limits {
+    /// When the unfinished work of a transfer is cut off, so that its fence ends by `deadline`
+    /// even if the peer does not answer. A transfer shorter than twice that time is cut off after
+    /// half of it, and may be reported late: being late is better than being wrong.
+    pub fn cut_off_at(&self, submitted: Time, deadline: Time) -> Time {
+        let span = deadline.saturating_since(submitted);
+        deadline - self.packet_lifetime.min(span / 2)
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self {
@@ -143,6 +153,14 @@ impl Endpoint {
     /// True once everything of it is gone, at both ends as far as can be known.
     pub fn is_closed(&self) -> bool {
         self.state == State::Closed
+    }
+
+    /// The state that it is in, in a word.
+    #[cfg(test)]
+    pub(super) fn state_name(&self) -> String {
+        let text = format!("{:?}", self.state);
+        let end = text.find(|c: char| !c.is_alphanumeric());
+        text[..end.unwrap_or(text.len())].to_owned()
     }
 
     /// Why it is being closed; `None` before and after.

@@ -20,7 +20,7 @@ use std::time::Duration;
 use rerail_verbs::{Gid, LinkLayer, WcStatus};
 use tokio::sync::Notify;
 
-use super::data_thread::Clock;
+use super::clock::Clock;
 use super::endpoint::{CloseCause, is_same};
 use super::events::RailChange;
 use super::nic::{Nic, PortFacts};

@@ -17,6 +17,7 @@
 //! | [`events`] | what the engine is told of the rails, and asked |
 //! | [`watch`] | events and readings of the own ports, and what follows from them |
 //! | [`nics`] | the own NICs: a list that only grows |
+//! | [`clock`] | the engine's time |
 //! | [`nic`], [`opening`], [`memory`], [`config`] | ports, open devices, registered memory, settings |
 //! | [`near`] | which NICs are near which memory |
 //!
@@ -28,6 +29,7 @@
 //! reports them stranded; the router offers them to another rail; the transfer is finished when
 //! the last byte has arrived *and* the broken endpoint is fenced at both ends.
 
+pub mod clock;
 pub mod config;
 pub mod connector;
 pub mod data_thread;
@@ -44,6 +46,7 @@ pub mod nic;
 pub mod nics;
 mod open;
 pub mod opening;
+mod outside;
 mod pairs;
 mod paths;
 pub mod rail;
@@ -53,13 +56,15 @@ pub mod router;
 pub mod signaling;
 pub mod slab;
 pub mod slice;
+#[cfg(test)]
+mod storm;
 pub mod transfer;
 pub mod transport;
 pub mod watch;
 
+pub use clock::Clock;
 pub use config::RdmaConfig;
 pub use connector::Identity;
-pub use data_thread::Clock;
 pub use endpoint::Offer;
 pub use events::{RailChange, RdmaEvents};
 pub use memory::RegisteredMemory;

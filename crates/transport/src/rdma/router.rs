@@ -14,8 +14,8 @@ use crossbeam::queue::SegQueue;
 use rerail_verbs::{RemoteAddress, WcStatus};
 use tokio::sync::{Notify, mpsc};
 
+use super::clock::Clock;
 use super::connector::Connector;
-use super::data_thread::Clock;
 use super::events::RdmaEvents;
 use super::inbox::{Order, Probe, Report, Work};
 use super::keeper::{Command, RailKeeper};
@@ -262,13 +262,15 @@ impl Router {
     /// Carries out what data threads report and what the rails need, and offers parked transfers
     /// again, until the transport is closed.
     pub async fn run(self: Arc<Self>, mut reports: mpsc::Receiver<Report>) {
-        let mut retry = tokio::time::interval(RETRY_EVERY);
-        retry.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut retry_at = self.clock.now();
         let mut taken = Vec::with_capacity(ROW_MAX);
         loop {
             let waiting = !self.parked.is_empty();
-            let due = self.clock.instant(self.keeper.next_due());
+            let due = self.keeper.next_due();
+            let due = if waiting { due.min(retry_at) } else { due };
             tokio::select! {
+                // All that is due is done after each of these, whichever it was.
+                biased;
                 count = reports.recv_many(&mut taken, ROW_MAX) => {
                     if count == 0 {
                         break;
@@ -276,9 +278,13 @@ impl Router {
                     taken.drain(..).for_each(|report| self.take(report));
                 }
                 () = self.keeper.touched() => {}
-                () = tokio::time::sleep_until(due.into()) => {}
-                _ = retry.tick(), if waiting => self.retry(),
+                () = self.clock.sleep_until(due) => {}
                 () = self.parked_new.notified(), if !waiting => {}
+            }
+            let now = self.clock.now();
+            if waiting && now >= retry_at {
+                retry_at = now + RETRY_EVERY;
+                self.retry();
             }
             self.keeper.tick();
             for command in self.keeper.take_commands() {

@@ -36,7 +36,7 @@ pub struct TransferSpec {
     /// Where it is cut.
     pub slicing: Slicing,
     /// When it is cut off if it is not finished, early enough for its fence to end by its
-    /// deadline ([`FenceConfig::cut_off_at`](crate::machine::fence::FenceConfig::cut_off_at)).
+    /// deadline ([`Limits::cut_off_at`](super::endpoint::Limits::cut_off_at)).
     pub cut_off: Time,
 }
 

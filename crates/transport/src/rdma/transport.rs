@@ -8,15 +8,16 @@ use tokio::runtime;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use super::clock::Clock;
 use super::config::RdmaConfig;
 use super::connector::{Connector, Identity};
-use super::data_thread::Clock;
 use super::data_threads::DataThreads;
 use super::endpoint::Offer;
 use super::events::RdmaEvents;
 use super::keeper::RailKeeper;
 use super::memory::{NotRegistered, RegisteredMemory, Registrations};
 use super::nics::Nics;
+use super::outside::{Outside, Tasks};
 use super::rail::{Peer, PeerNic, PeerSpec};
 use super::router::Router;
 use super::signaling::Signaling;
@@ -83,14 +84,18 @@ impl RdmaTransport {
             ..RailConfig::default()
         };
         let keeper = Arc::new(RailKeeper::new(clock, nics.clone(), rails, rand::random()));
+        let outside = Outside {
+            clock,
+            tasks: Tasks::Runtime(runtime.clone()),
+            seed: rand::random(),
+        };
         let connector = Connector::new(
             config.clone(),
-            clock,
+            outside,
             identity.clone(),
             nics.clone(),
             Arc::clone(&keeper),
             signaling,
-            runtime.clone(),
         );
         let router = Router::new(nics.clone(), connector.clone(), keeper, clock);
         let router = Arc::new(router);

@@ -24,9 +24,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::time::Timespec;
 use tokio::runtime;
 
+use super::clock::Clock;
 use super::config::RdmaConfig;
 use super::connector::Connector;
-use super::data_thread::Clock;
 use super::data_threads::DataThreads;
 use super::memory::Registrations;
 use super::nic::{Nic, PortFacts};
@@ -50,7 +50,7 @@ mod tests;
 
 use finder::Finder;
 use hints::Hints;
-pub(super) use read::read_port;
+pub(super) use read::{failure, read_port};
 
 /// Events taken from one context before the others have their turn.
 const EVENTS_MAX: usize = 64;
@@ -71,7 +71,7 @@ const GAP: Duration = Duration::from_millis(500);
 const CATCH_UP: Duration = Duration::from_millis(100);
 
 /// A verb that has run longer than it rightly may is taken for hung.
-const VERB_LIMIT: Duration = Duration::from_secs(1);
+pub(super) const VERB_LIMIT: Duration = Duration::from_secs(1);
 
 /// Who is told what becomes of the own NICs.
 pub trait NicListener: Send + Sync {
@@ -367,7 +367,7 @@ impl Watcher {
                 read,
                 result,
             } => {
-                let result = result.map_err(|error| read::failure(&error));
+                let result = result.map_err(|error| failure(&error));
                 let input = Input::PortRead {
                     epoch,
                     read,
@@ -413,7 +413,7 @@ impl Watcher {
                 Ok(None) => return,
                 Ok(Some(event)) => event,
                 Err(error) => {
-                    let errno = read::failure(&error).errno;
+                    let errno = failure(&error).errno;
                     let input = Input::ChannelFailed { epoch, errno };
                     entry.observer.handle(now, input);
                     return;
@@ -499,7 +499,7 @@ impl Watcher {
 }
 
 /// Carries out what the observer of `nic` wants.
-fn act(parts: &Parts, nic: &Arc<Nic>, now: Time, action: Action) {
+pub(super) fn act(parts: &Parts, nic: &Arc<Nic>, now: Time, action: Action) {
     let name = nic.name();
     match action {
         // They need more than this has.
@@ -558,7 +558,7 @@ fn act(parts: &Parts, nic: &Arc<Nic>, now: Time, action: Action) {
 }
 
 /// Has endpoints that are made from now on use what was found.
-fn adopt(parts: &Parts, nic: &Nic, found: &observer::PortFacts) {
+pub(super) fn adopt(parts: &Parts, nic: &Nic, found: &observer::PortFacts) {
     let gids = nic
         .facts()
         .map_or_else(Vec::new, |facts| facts.gids.clone());
@@ -568,7 +568,7 @@ fn adopt(parts: &Parts, nic: &Nic, found: &observer::PortFacts) {
 }
 
 /// Closes a NIC to everything.
-fn shut(parts: &Parts, nic: &Nic, gate: LocalGate, cause: &str) {
+pub(super) fn shut(parts: &Parts, nic: &Nic, gate: LocalGate, cause: &str) {
     nic.set_gate(false);
     parts.router.local_gate(nic.index(), gate);
     parts.connector.close_all(Some(nic.index().0), cause);

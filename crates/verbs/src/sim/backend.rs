@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::core::Core;
 use super::fabric::{Caller, Fabric};
 use super::node::{NicId, PortId, ProcessId};
+use super::options::VerbTime;
 use super::slab::Handle;
 use crate::control::ControlThread;
 use crate::error::{BackendResult, Errno, PostRefusal};
@@ -38,11 +39,13 @@ impl Device {
     /// In virtual time everything stays on the caller's thread; in real time a verb may take its
     /// time, and has a thread as on a real device.
     pub(crate) fn control(&self, name: &Arc<str>) -> Result<ControlThread, VerbsError> {
-        if self.fabric.is_virtual() {
-            Ok(ControlThread::inline(name))
-        } else {
-            ControlThread::spawn(name)
+        if !self.fabric.is_virtual() {
+            return ControlThread::spawn(name);
         }
+        Ok(match self.fabric.verb_time() {
+            VerbTime::Advance | VerbTime::Charge => ControlThread::inline(name),
+            VerbTime::Turns => ControlThread::in_turns(name),
+        })
     }
 
     pub(crate) fn relist(&self) -> DeviceList {

@@ -199,6 +199,15 @@ impl Fabric {
         self.with(|core| core.take_verb_time(process, nic))
     }
 
+    /// How long a control verb on the adapter would hang if it were called now.
+    pub fn hangs_for(&self, nic: NicId) -> Duration {
+        self.with(|core| core.open_delay(nic))
+    }
+
+    pub(super) fn verb_time(&self) -> VerbTime {
+        self.with(|core| core.options.verb_time)
+    }
+
     pub(super) fn is_virtual(&self) -> bool {
         self.shared.started.is_none()
     }

@@ -133,6 +133,10 @@ pub enum VerbTime {
     /// account ([`Fabric::take_verb_time`](super::Fabric::take_verb_time)): right for a driver
     /// that steps many simulated threads and lets only the caller of the verb wait.
     Charge,
+    /// Like `Charge`, and what is handed to a [`ControlThread`](crate::ControlThread) waits until
+    /// its [`turn`](crate::ControlThread::turn) comes: right for a driver that has control threads
+    /// busy or hanging, with work behind them that has not happened yet.
+    Turns,
 }
 
 /// Faults of every context's event queue.

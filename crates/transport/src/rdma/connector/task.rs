@@ -3,7 +3,7 @@
 //! Nothing here waits for an outcome: verbs run on the NIC's control thread and messages in tasks
 //! of their own, and both end as mail. So a request of the peer is answered while our own is out.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
@@ -85,7 +85,7 @@ pub(super) struct EndpointTask {
     attached: bool,
     retired: bool,
     last_token: u64,
-    answers: HashMap<Token, oneshot::Sender<Answer>>,
+    answers: BTreeMap<Token, oneshot::Sender<Answer>>,
     held: Vec<Arc<Transfer>>,
 }
 
@@ -118,7 +118,7 @@ impl EndpointTask {
             attached: false,
             retired: false,
             last_token: 0,
-            answers: HashMap::new(),
+            answers: BTreeMap::new(),
             held: Vec::new(),
         }
     }
@@ -131,17 +131,21 @@ impl EndpointTask {
                 self.act(action).await;
                 self.retire_if_closing();
             }
+            #[cfg(test)]
+            super::super::storm::note_state(self.key, &self.machine);
             if self.machine.is_closed() {
                 break;
             }
-            let due = self.machine.next_timeout().map(|due| clock.instant(due));
+            let due = self.machine.next_timeout();
             let sleep = async {
                 match due {
-                    Some(due) => tokio::time::sleep_until(due.into()).await,
+                    Some(due) => clock.sleep_until(due).await,
                     None => std::future::pending().await,
                 }
             };
             tokio::select! {
+                // What has come counts, though the time may be over: this process was stopped.
+                biased;
                 next = mail.recv() => match next {
                     Some(next) => self.read(next).await,
                     None => break,
@@ -222,6 +226,8 @@ impl EndpointTask {
     }
 
     async fn act(&mut self, action: Action) {
+        #[cfg(test)]
+        super::super::storm::note_action(self.key, &action);
         match action {
             Action::Prepare => self.prepare(),
             Action::Raise(peer) => {
@@ -280,18 +286,18 @@ impl EndpointTask {
             Action::Detach => {
                 self.gate.store(false, Ordering::Release);
                 if self.attached {
-                    order(&self.inbox, Order::Detach(self.key)).await;
+                    self.order(Order::Detach(self.key)).await;
                 }
             }
             Action::ToError => self.to_error(),
             Action::AwaitDrain if self.attached => {
-                order(&self.inbox, Order::AwaitDrain(self.key)).await;
+                self.order(Order::AwaitDrain(self.key)).await;
             }
             Action::AwaitDrain => self.input(Input::Drained),
             Action::Destroy => self.destroy(),
             Action::GiveUp => {
                 if self.attached {
-                    order(&self.inbox, Order::GiveUp(self.key)).await;
+                    self.order(Order::GiveUp(self.key)).await;
                 }
             }
             Action::Fenced => {
@@ -306,7 +312,7 @@ impl EndpointTask {
                 );
                 self.connector.count_unfenced();
                 if self.attached {
-                    order(&self.inbox, Order::Unfence(self.key, cause)).await;
+                    self.order(Order::Unfence(self.key, cause)).await;
                 }
             }
             Action::Closed(cause) => {
@@ -315,6 +321,10 @@ impl EndpointTask {
                 self.retire(&cause);
             }
         }
+    }
+
+    async fn order(&self, wanted: Order) {
+        order(self.connector.shared.clock, &self.inbox, wanted).await;
     }
 
     fn input(&self, input: Input) {
@@ -340,7 +350,7 @@ impl EndpointTask {
         let config = self.connector.shared.config.clone();
         // Between Rerail peers packets of an earlier connection must not fit a later one.
         let psn = if self.connector.shared.identity.instance.is_some() {
-            rand::random::<u32>() & 0x00ff_ffff
+            self.connector.packet_number()
         } else {
             0
         };
@@ -438,10 +448,11 @@ impl EndpointTask {
             self.opening.context().control().clone(),
             self.mailbox.clone(),
         );
-        self.connector.shared.runtime.spawn(async move {
+        let clock = self.connector.shared.clock;
+        self.connector.shared.tasks.spawn(async move {
             if let Some(pairs) = pairs {
                 while Arc::strong_count(&pairs) > 1 {
-                    tokio::time::sleep(Duration::from_millis(1)).await;
+                    clock.sleep(Duration::from_millis(1)).await;
                 }
                 drop(pairs);
             }
@@ -453,7 +464,7 @@ impl EndpointTask {
                 });
                 match barrier {
                     Err(error) if error.is_retryable() => {
-                        tokio::time::sleep(Duration::from_millis(1)).await;
+                        clock.sleep(Duration::from_millis(1)).await;
                     }
                     // Without a control thread nothing is known of them: the machine's own time
                     // limit gives the verdict.
@@ -482,14 +493,15 @@ impl EndpointTask {
         let (permits, mailbox) = (self.connector.permits(&server), self.mailbox.clone());
         let signaling = Arc::clone(&shared.signaling);
         let limit = shared.config.limits.connect;
-        shared.runtime.spawn(async move {
+        let clock = shared.clock;
+        shared.tasks.spawn(async move {
             let exchange = async {
                 // Never closed.
                 let _permit = permits.acquire().await;
                 signaling.exchange(&server, offer).await
             };
-            let reply = tokio::time::timeout(limit, exchange).await;
-            let reply = reply.unwrap_or_else(|_| {
+            let reply = clock.within(limit, exchange).await;
+            let reply = reply.unwrap_or_else(|| {
                 let waited = format!("{server} is silent for {} s", limit.as_secs());
                 Err(SignalError::NoAnswer(waited))
             });
@@ -545,7 +557,7 @@ impl EndpointTask {
         }
         if forgotten && (!self.rails.is_empty() || !self.opened_here) {
             if self.attached {
-                order(&self.inbox, Order::Unlink(Arc::clone(rail))).await;
+                self.order(Order::Unlink(Arc::clone(rail))).await;
             }
             return;
         }
@@ -579,7 +591,7 @@ impl EndpointTask {
         };
         self.attached = true;
         rail.begins();
-        order(&self.inbox, attach).await;
+        self.order(attach).await;
         // After the order: a probe that comes of it finds the queue pairs there.
         self.keeper().connected(rail, binding);
     }

@@ -1,9 +1,13 @@
 //! The end of an endpoint: cut, drain, destroy, and the fence at the far end.
 //!
 //! The order is fixed: the data thread stops posting, the queue pairs go to ERR and the peer is
-//! told at the same time, what was posted comes back flushed, the queue pairs are destroyed. That
-//! is the *local fence*. The *remote fence* is the peer's confirmation, or the time that a packet
-//! can live (design §6).
+//! told at the same time, what was posted comes back flushed. That is the *local fence*; where it
+//! does not come back in time, that the queue pairs are destroyed is. The *remote fence* is the
+//! peer's confirmation, or the time that a packet can live (design §6).
+//!
+//! Queue pairs that are drained are destroyed only after the remote fence. Until then the peer may
+//! send to their numbers, which a device gives to the next ones: those would take packets of the
+//! earlier connection for their own, and acknowledge as repetitions what they never wrote.
 
 use super::{Action, CloseCause, Endpoint, Limits, Offer, State, Token};
 use crate::machine::Time;
@@ -19,9 +23,13 @@ pub(super) struct Closing {
     drained: bool,
     /// Since when they are being destroyed.
     destroying: Option<Time>,
-    /// When the queue pairs were drained and destroyed.
+    /// They are destroyed, or hang about with nothing to send.
+    gone: bool,
+    /// When nothing that was posted could read or write memory here any more.
     locally_fenced: Option<Time>,
     peer_closed: bool,
+    /// [`Action::Fenced`] is said.
+    fenced: bool,
     /// The peer's requests to close that are answered once the queue pairs are in ERR.
     closers: Vec<Token>,
 }
@@ -32,12 +40,10 @@ impl Closing {
     }
 
     pub(super) fn next_timeout(&self, limits: &Limits) -> Option<Time> {
-        match self.locally_fenced {
-            Some(at) => Some(at + limits.packet_lifetime),
-            None => Some(match self.destroying {
-                Some(since) => since + limits.fence,
-                None => self.since + limits.drain,
-            }),
+        match (self.destroying, self.locally_fenced) {
+            (Some(since), _) if !self.gone => Some(since + limits.fence),
+            (_, Some(at)) => Some(at + limits.packet_lifetime),
+            (_, None) => Some(self.since + limits.drain),
         }
     }
 }
@@ -83,8 +89,10 @@ impl Endpoint {
             in_error: false,
             drained: false,
             destroying: None,
+            gone: false,
             locally_fenced: None,
             peer_closed,
+            fenced: false,
             closers: Vec::new(),
         });
     }
@@ -134,8 +142,9 @@ impl Endpoint {
     pub(super) fn drained(&mut self, now: Time) {
         if let State::Failing(closing) = &mut self.state {
             closing.drained = true;
-            self.destroy(now);
+            closing.locally_fenced.get_or_insert(now);
         }
+        self.advance(now);
     }
 
     fn destroy(&mut self, now: Time) {
@@ -151,7 +160,8 @@ impl Endpoint {
         let State::Failing(closing) = &mut self.state else {
             return;
         };
-        closing.locally_fenced = Some(now);
+        closing.locally_fenced.get_or_insert(now);
+        closing.gone = true;
         // A destroyed queue pair is as good as one in ERR.
         closing.in_error = true;
         let attached = closing.attached;
@@ -181,15 +191,18 @@ impl Endpoint {
         {
             return;
         }
-        if closing.locally_fenced.is_some() {
-            closing.peer_closed = true;
-            self.advance(now);
-        } else if closing.destroying.is_none() {
-            // Not drained in time: a destroyed queue pair reads and writes nothing either.
-            self.destroy(now);
+        if closing.destroying.is_none() || closing.gone {
+            if closing.locally_fenced.is_some() {
+                closing.peer_closed = true;
+                self.advance(now);
+            } else {
+                // Not drained in time: a destroyed queue pair reads and writes nothing either.
+                self.destroy(now);
+            }
         } else if !closing.attached || closing.drained {
             // They hang about, but have nothing to send any more.
-            closing.locally_fenced = Some(now);
+            closing.locally_fenced.get_or_insert(now);
+            closing.gone = true;
             self.advance(now);
         } else {
             let cause = closing.cause.clone();
@@ -199,18 +212,26 @@ impl Endpoint {
         }
     }
 
-    /// Closes for good once both fences are through.
-    fn advance(&mut self, _now: Time) {
-        let State::Failing(closing) = &self.state else {
+    /// Destroys the queue pairs once both fences are through, and closes for good after that.
+    fn advance(&mut self, now: Time) {
+        let State::Failing(closing) = &mut self.state else {
             return;
         };
         if closing.locally_fenced.is_none() || !closing.peer_closed {
             return;
         }
+        let (gone, told) = (closing.gone, closing.fenced);
+        closing.fenced = true;
         let cause = closing.cause.clone();
-        self.state = State::Closed;
-        self.act(Action::Fenced);
-        self.act(Action::Closed(cause));
+        if !told {
+            self.act(Action::Fenced);
+        }
+        if gone {
+            self.state = State::Closed;
+            self.act(Action::Closed(cause));
+        } else {
+            self.destroy(now);
+        }
     }
 }
 

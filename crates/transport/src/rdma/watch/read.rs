@@ -41,7 +41,7 @@ fn read_port_below(
 }
 
 /// What the observer is told of a query that failed.
-pub(super) fn failure(error: &VerbsError) -> ReadFailure {
+pub(in crate::rdma) fn failure(error: &VerbsError) -> ReadFailure {
     match error {
         VerbsError::Verb { verb, errno, .. } => ReadFailure {
             query: verb,

@@ -4,18 +4,21 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use rerail_transport::machine::Time;
-use rerail_transport::machine::ids::TransferId;
+use crate::machine::Time;
 use rerail_verbs::{HostMemory, RdmaOpcode};
 
 /// Slots of a node's memory; the first is for probes.
-pub(crate) const SLOTS: usize = 48;
-pub(crate) const SLOT_BYTES: usize = 16 * 1024;
+pub(super) const SLOTS: usize = 48;
+pub(super) const SLOT_BYTES: usize = 16 * 1024;
 /// How long a slot is watched after its transfer was reported, if it is not used again before.
 const WATCHED: Duration = Duration::from_secs(4);
 
+/// A transfer, numbered by who asked for it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct TransferId(pub(super) u64);
+
 /// One life of one node.
-pub(crate) type Life = (usize, u32);
+pub(super) type Life = (usize, u32);
 
 #[derive(Clone, Debug)]
 enum Slot {
@@ -34,17 +37,17 @@ enum Slot {
 
 /// One transfer, as its user sees it.
 #[derive(Clone, Debug)]
-pub(crate) struct Flight {
-    pub(crate) opcode: RdmaOpcode,
-    pub(crate) from: Life,
-    pub(crate) to: Life,
-    pub(crate) local_slot: usize,
-    pub(crate) remote_slot: usize,
-    pub(crate) bytes: usize,
+pub(super) struct Flight {
+    pub(super) opcode: RdmaOpcode,
+    pub(super) from: Life,
+    pub(super) to: Life,
+    pub(super) local_slot: usize,
+    pub(super) remote_slot: usize,
+    pub(super) bytes: usize,
     pattern: u64,
 }
 
-pub(crate) fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
+pub(super) fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed | 1;
     let next = |_| {
         state ^= state << 13;
@@ -56,23 +59,25 @@ pub(crate) fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
 }
 
 #[derive(Default)]
-pub(crate) struct Ledger {
+pub(super) struct Ledger {
     slots: BTreeMap<Life, (HostMemory, Vec<Slot>)>,
     flights: BTreeMap<(Life, TransferId), Flight>,
-    pub(crate) submitted: u64,
-    pub(crate) reported: u64,
-    pub(crate) lost_with_process: u64,
+    pub(super) submitted: u64,
+    pub(super) reported: u64,
+    pub(super) lost_with_process: u64,
+    /// Transfers that ended with an error since the last fault had healed.
+    pub(super) failed_since_healed: u64,
 }
 
 impl Ledger {
-    pub(crate) fn born(&mut self, life: Life, memory: &HostMemory) {
+    pub(super) fn born(&mut self, life: Life, memory: &HostMemory) {
         let slots = vec![Slot::Free; SLOTS];
         self.slots.insert(life, (memory.clone(), slots));
     }
 
     /// A process is gone: its memory means nothing any more, and what it had asked for leaves
     /// orphans at its peers.
-    pub(crate) fn died(&mut self, now: Time, life: Life) {
+    pub(super) fn died(&mut self, now: Time, life: Life) {
         self.slots.remove(&life);
         let own: Vec<_> = self
             .flights
@@ -107,7 +112,7 @@ impl Ledger {
     }
 
     /// Prepares memory at both ends of a transfer; `None` if there is no room.
-    pub(crate) fn submit(
+    pub(super) fn submit(
         &mut self,
         transfer: TransferId,
         from: Life,
@@ -159,7 +164,7 @@ impl Ledger {
 
     /// A transfer is reported. From here on its memory belongs to its users at both ends: they use
     /// it at once for something else, or watch that nothing changes.
-    pub(crate) fn report(
+    pub(super) fn report(
         &mut self,
         now: Time,
         life: Life,
@@ -171,6 +176,7 @@ impl Ledger {
         let flight = self.flights.remove(&(life, transfer));
         let flight = flight.unwrap_or_else(|| panic!("{transfer:?} of {life:?} ended twice"));
         self.reported += 1;
+        self.failed_since_healed += u64::from(!success);
         let (source, target) = match flight.opcode {
             RdmaOpcode::Read => (
                 (flight.to, flight.remote_slot),
@@ -188,9 +194,14 @@ impl Ledger {
                 .iter()
                 .zip(found)
                 .position(|(good, found)| good != found);
+            let was_good = self.holds(source.0, source.1, flight.bytes) == Some(good.clone());
+            let is_bad = found.iter().zip(&good).all(|(found, good)| *found == !good);
             assert_eq!(
-                wrong, None,
-                "{transfer:?} of {life:?} succeeded without its bytes: {flight:?}"
+                wrong,
+                None,
+                "{transfer:?} of {life:?} succeeded without its bytes: {flight:?}; its source holds \
+                 them: {was_good}; its target was never written: {is_bad}; {:x?}",
+                &found[..16]
             );
         }
         if !fenced {
@@ -225,7 +236,7 @@ impl Ledger {
     }
 
     /// Memory of reported transfers is as it was.
-    pub(crate) fn check(&mut self, now: Time) {
+    pub(super) fn check(&mut self, now: Time) {
         for (life, (memory, slots)) in &mut self.slots {
             for (at, slot) in slots.iter_mut().enumerate() {
                 match slot {
@@ -250,7 +261,7 @@ impl Ledger {
     }
 
     /// Transfers that are not reported.
-    pub(crate) fn open(&self) -> usize {
+    pub(super) fn open(&self) -> usize {
         self.flights.len()
     }
 }

@@ -5,28 +5,38 @@ use std::time::Duration;
 
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng};
-use rerail_transport::machine::ids::{EndpointId, LocalNic};
-use rerail_transport::machine::observer::{self, PortReading, ReadFailure, ReadId};
-use rerail_transport::machine::peers;
-use rerail_transport::machine::publisher::{self, StoreRequest};
-use rerail_transport::machine::rail::RailState;
-use rerail_transport::machine::{Machine, Time};
+use rerail_verbs::Gid;
 use rerail_verbs::sim::{Fabric, FabricOptions, FaultGuard, NicId, NicOptions, NodeId, VerbTime};
-use rerail_verbs::{Completion, Gid};
+use tokio::sync::oneshot;
 
 use super::coverage::Coverage;
-use super::ledger::{Ledger, Life};
-use super::link::Message;
+use super::ledger::{Ledger, Life, TransferId};
+use super::link::{Answer, Message, lock};
 use super::node::{Node, name, subscriber};
 use super::plan::{End, Exclusive};
 use super::store::{Store, Told, peer_record};
+use super::turns::Hand;
+use crate::machine::observer::{self, PortReading, ReadFailure, ReadId};
+use crate::machine::peers;
+use crate::machine::publisher::{self, StoreRequest};
+use crate::machine::rail::RailState;
+use crate::machine::{Machine, Time};
+use crate::rdma::SignalError;
 
-pub(crate) const WIRE: Duration = Duration::from_micros(50);
+pub(super) const WIRE: Duration = Duration::from_micros(50);
 const SETUP: Duration = Duration::from_secs(4);
 const STORM: Duration = Duration::from_secs(20);
 /// Within this time after the last fault all must be well: the longest back-off of a rail, twice.
 const HEALED_WITHIN: Duration = Duration::from_secs(90);
+/// How often data threads look at their limits.
+const TICK: Duration = Duration::from_millis(10);
 const CHECKED_EACH: Duration = Duration::from_millis(20);
+/// Memory is looked at each time that so many checks have been made.
+const MEMORY_EACH: u64 = 5;
+/// The time that a transfer between healthy nodes has.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(4);
+/// Within this time every transfer has ended, whatever had happened to it.
+const OUTLIVED: Duration = Duration::from_secs(40);
 /// More than this waiting somewhere is a leak.
 const QUEUE_MAX: usize = 20_000;
 /// Steps at one instant.
@@ -36,7 +46,7 @@ const TRACE_MAX: usize = 400_000;
 const TAIL: u64 = 60;
 
 /// Something that will happen at a node.
-pub(crate) enum Coming {
+pub(super) enum Coming {
     Observer(u32, observer::Input),
     Reading {
         nic: u32,
@@ -48,11 +58,6 @@ pub(crate) enum Coming {
         nic: u32,
         epoch: u32,
     },
-    ContextClosed(LocalNic),
-    Ready(EndpointId),
-    JoinFailed(EndpointId, String),
-    InError(EndpointId),
-    Destroyed(EndpointId),
     StoreRequest(u64, StoreRequest),
     Fetch(u64, String),
     Publisher(publisher::Input),
@@ -60,54 +65,68 @@ pub(crate) enum Coming {
     Message(Life, Message),
     /// An own message is on its way now.
     Leaves(usize, Message),
+    /// The time of a transfer that was refused is over.
+    AskedLongEnough(TransferId),
 }
 
 /// A host, which outlives its processes.
-pub(crate) struct Host {
-    pub(crate) id: NodeId,
-    pub(crate) nics: Vec<NicId>,
-    pub(crate) lives: u32,
-    pub(crate) node: Option<Node>,
+pub(super) struct Host {
+    pub(super) id: NodeId,
+    pub(super) nics: Vec<NicId>,
+    pub(super) lives: u32,
+    pub(super) node: Option<Node>,
     /// What came for a frozen process.
     deferred: Vec<(u32, Coming)>,
     /// Addresses of its NICs now.
-    pub(crate) addresses: Vec<u8>,
+    pub(super) addresses: Vec<u8>,
 }
 
-pub(crate) struct World {
-    pub(crate) fabric: Fabric,
-    pub(crate) now: Time,
-    pub(crate) rng: SmallRng,
-    pub(crate) hosts: Vec<Host>,
-    pub(crate) store: Store,
-    pub(crate) ledger: Ledger,
-    pub(crate) coverage: Coverage,
-    pub(crate) muted: BTreeSet<(usize, usize)>,
-    pub(crate) exclusive: BTreeSet<Exclusive>,
+/// A Connection message that is not answered.
+pub(super) struct Exchange {
+    pub(super) from: Life,
+    pub(super) to: usize,
+    pub(super) answer: oneshot::Sender<Answer>,
+}
+
+pub(super) struct World {
+    pub(super) fabric: Fabric,
+    pub(super) now: Time,
+    /// The hand of all nodes' clocks, always at `now`.
+    pub(super) hand: &'static Hand,
+    pub(super) rng: SmallRng,
+    pub(super) hosts: Vec<Host>,
+    pub(super) store: Store,
+    pub(super) ledger: Ledger,
+    pub(super) coverage: Coverage,
+    pub(super) muted: BTreeSet<(usize, usize)>,
+    pub(super) exclusive: BTreeSet<Exclusive>,
+    pub(super) exchanges: BTreeMap<u64, Exchange>,
     /// How long messages take at most.
-    pub(crate) slow_messages: Duration,
+    pub(super) slow_messages: Duration,
     /// When the last message from one host to another arrives.
     arrivals: BTreeMap<(usize, usize), Time>,
-    pub(crate) guards: BTreeMap<u64, FaultGuard>,
-    pub(crate) ends: BTreeMap<(Time, u64), End>,
-    pub(crate) faults_on: bool,
+    pub(super) guards: BTreeMap<u64, FaultGuard>,
+    pub(super) ends: BTreeMap<(Time, u64), End>,
+    pub(super) faults_on: bool,
     coming: BTreeMap<(Time, u64), (usize, u32, Coming)>,
-    pub(crate) order: u64,
+    pub(super) order: u64,
     seed: u64,
     trace: Vec<String>,
     checked_at: Time,
+    checks: u64,
 }
 
 /// What a storm leaves behind.
-pub(crate) struct Run {
-    pub(crate) coverage: Coverage,
-    pub(crate) trace: Vec<String>,
-    pub(crate) fabric: u64,
+pub(super) struct Run {
+    pub(super) coverage: Coverage,
+    pub(super) trace: Vec<String>,
+    pub(super) fabric: u64,
 }
 
 impl World {
     /// A whole storm from one seed. Panics when something is wrong.
-    pub(crate) fn storm(seed: u64) -> Run {
+    pub(super) fn storm(seed: u64) -> Run {
+        super::coverage::keep_notes();
         let mut world = Self::new(seed);
         world.run(SETUP);
         world.faults_on = true;
@@ -122,11 +141,10 @@ impl World {
         world.heal();
         world.all_pairs_transfer();
         world.leave_nothing();
-        let world = std::mem::ManuallyDrop::new(world);
         Run {
-            coverage: world.coverage.clone(),
-            trace: world.trace.clone(),
             fabric: world.fabric.trace_digest(),
+            coverage: std::mem::take(&mut world.coverage),
+            trace: std::mem::take(&mut world.trace),
         }
     }
 
@@ -138,7 +156,7 @@ impl World {
             FabricOptions::soft_roce(seed)
         };
         let fabric = Fabric::new(FabricOptions {
-            verb_time: VerbTime::Charge,
+            verb_time: VerbTime::Turns,
             packets_per_burst: 4,
             ..base
         });
@@ -148,6 +166,7 @@ impl World {
         let mut world = Self {
             fabric,
             now: Time::ZERO,
+            hand: Hand::leaked(),
             rng,
             hosts: Vec::new(),
             store: Store::default(),
@@ -155,6 +174,7 @@ impl World {
             coverage: Coverage::default(),
             muted: BTreeSet::new(),
             exclusive: BTreeSet::new(),
+            exchanges: BTreeMap::new(),
             slow_messages: Duration::ZERO,
             arrivals: BTreeMap::new(),
             guards: BTreeMap::new(),
@@ -165,6 +185,7 @@ impl World {
             seed,
             trace: Vec::new(),
             checked_at: Time::ZERO,
+            checks: 0,
         };
         for host in 0..nodes {
             let id = world.fabric.add_node(&name(host));
@@ -195,12 +216,12 @@ impl World {
     }
 
     /// Starts a process on a host that has none.
-    pub(crate) fn start(&mut self, host: usize) {
+    pub(super) fn start(&mut self, host: usize) {
         let life = (host, self.hosts[host].lives);
         self.hosts[host].lives += 1;
         let seed = self.seed.wrapping_mul(31) ^ (life.0 as u64) << 16 ^ u64::from(life.1) << 8;
         let of = &self.hosts[host];
-        let node = Node::start(self.now, &self.fabric, of.id, &of.nics, life, seed);
+        let node = Node::start(self.hand, &self.fabric, of.id, &of.nics, life, seed);
         self.ledger.born(life, &node.memory);
         self.hosts[host].node = Some(node);
         self.say(host, format_args!("starts, life {}", life.1));
@@ -215,7 +236,7 @@ impl World {
     }
 
     /// Ends a process at once.
-    pub(crate) fn kill(&mut self, host: usize) {
+    pub(super) fn kill(&mut self, host: usize) {
         let Some(mut node) = self.hosts[host].node.take() else {
             return;
         };
@@ -228,7 +249,17 @@ impl World {
         self.ledger.died(self.now, node.life);
         self.hosts[host].deferred.clear();
         let life = node.life;
-        drop(node);
+        node.end();
+        // Who waits for an answer of it hears that the connection broke.
+        self.exchanges.retain(|_, exchange| exchange.from != life);
+        let waiting = self.exchanges.iter();
+        let waiting = waiting.filter(|(_, exchange)| exchange.to == host);
+        let waiting: Vec<_> = waiting.map(|(id, exchange)| (*id, exchange.from)).collect();
+        for (id, from) in waiting {
+            let broken = SignalError::NoAnswer("the connection broke".to_owned());
+            let reply = Message::Reply(id, Box::new(Err(broken)));
+            self.later(from.0, WIRE, Coming::Message(life, reply));
+        }
         // The other ends of its connections, which its host resets.
         for other in (0..self.hosts.len()).filter(|other| *other != host) {
             let lost = peers::Input::SubscriptionLost { name: name(host) };
@@ -239,27 +270,38 @@ impl World {
         }
     }
 
-    pub(crate) fn node(&mut self, host: usize) -> Option<&mut Node> {
+    pub(super) fn node(&mut self, host: usize) -> Option<&mut Node> {
         self.hosts[host].node.as_mut()
     }
 
     /// The process of that life, if it is still there.
-    pub(crate) fn living(&mut self, life: Life) -> Option<&mut Node> {
+    pub(super) fn living(&mut self, life: Life) -> Option<&mut Node> {
         self.node(life.0).filter(|node| node.life == life)
     }
 
-    pub(crate) fn say(&mut self, host: usize, what: std::fmt::Arguments<'_>) {
+    pub(super) fn say(&mut self, host: usize, what: std::fmt::Arguments<'_>) {
         if self.trace.len() < TRACE_MAX {
             self.trace.push(format!("{} n{host} {what}", self.now));
         }
     }
 
+    /// Takes in what a node's endpoints noted.
+    pub(super) fn take_notes(&mut self, host: usize) {
+        for note in super::coverage::take_notes() {
+            if note.group == "order" {
+                let what = format_args!("endpoint {}: {}", note.endpoint, note.name);
+                self.say(host, what);
+            }
+            self.coverage.count(note.group, note.name);
+        }
+    }
+
     /// For the process that is there now.
-    pub(crate) fn later(&mut self, host: usize, after: Duration, coming: Coming) {
+    pub(super) fn later(&mut self, host: usize, after: Duration, coming: Coming) {
         self.at(host, self.now + after, coming);
     }
 
-    pub(crate) fn at(&mut self, host: usize, at: Time, coming: Coming) {
+    pub(super) fn at(&mut self, host: usize, at: Time, coming: Coming) {
         let Some(life) = self.hosts[host].node.as_ref().map(|node| node.life.1) else {
             return;
         };
@@ -269,14 +311,14 @@ impl World {
 
     /// A message to whoever is at the other host when it arrives. It leaves after some time, if the
     /// process is still there to send it.
-    pub(crate) fn send(&mut self, from: Life, to: usize, after: Duration, message: Message) {
+    pub(super) fn send(&mut self, from: Life, to: usize, after: Duration, message: Message) {
         self.order += 1;
         let coming = Coming::Leaves(to, message);
         self.coming
             .insert((self.now + after, self.order), (from.0, from.1, coming));
     }
 
-    pub(crate) fn leaves(&mut self, from: Life, to: usize, message: Message) {
+    pub(super) fn leaves(&mut self, from: Life, to: usize, message: Message) {
         if self.muted.contains(&(from.0, to)) {
             return;
         }
@@ -286,26 +328,36 @@ impl World {
         let coming = Coming::Message(from, message);
         let slow = self.slow_messages.as_micros() as u64;
         let late = Duration::from_micros(self.rng.random_range(0..=slow));
-        // Messages between two hosts keep their order.
-        let last = self.arrivals.entry((from.0, to)).or_default();
-        *last = (self.now + WIRE + late).max(*last);
-        let at = *last;
+        let mut at = self.now + WIRE + late;
+        // Subscriptions are connections, which keep the order; exchanges overtake each other.
+        if matches!(
+            &coming,
+            Coming::Message(_, Message::ToPublisher(_) | Message::ToPeers(_))
+        ) {
+            let last = self.arrivals.entry((from.0, to)).or_default();
+            *last = at.max(*last);
+            at = *last;
+        }
         self.coming.insert((at, self.order), (to, life, coming));
     }
 
     /// Lets time pass.
-    pub(crate) fn run(&mut self, span: Duration) {
+    pub(super) fn run(&mut self, span: Duration) {
         let until = self.now + span;
         let mut still = 0;
         while let Some(next) = self.next().filter(|next| *next <= until) {
             still = if next > self.now { 0 } else { still + 1 };
             assert!(still < STILL_MAX, "time stands still");
-            self.now = self.now.max(next);
-            self.fabric.advance_to(self.now.as_duration());
+            self.move_to(self.now.max(next));
             self.step();
         }
-        self.now = until;
-        self.fabric.advance_to(self.now.as_duration());
+        self.move_to(until);
+    }
+
+    fn move_to(&mut self, now: Time) {
+        self.now = now;
+        self.fabric.advance_to(now.as_duration());
+        self.hand.move_to(now);
     }
 
     fn next(&self) -> Option<Time> {
@@ -317,7 +369,17 @@ impl World {
         let timeouts = awake
             .filter(|node| !node.frozen)
             .filter_map(Node::next_timeout);
-        timeouts.chain(coming).chain(ends).chain(fabric).min()
+        let awake = self.hosts.iter().filter_map(|host| host.node.as_ref());
+        let controls = awake.filter(|node| !node.frozen).flat_map(|node| {
+            let controls = node.ports.iter().flat_map(|port| &port.controls);
+            controls.filter_map(|control| control.due())
+        });
+        // Data threads look at their limits.
+        let tick = TICK.as_nanos() as u64;
+        let tick = Time::from_nanos((self.now.as_nanos() / tick + 1) * tick);
+        let others = self.hand.next_due().into_iter().chain([tick]);
+        let timeouts = timeouts.chain(coming).chain(ends).chain(fabric);
+        timeouts.chain(controls).chain(others).min()
     }
 
     fn step(&mut self) {
@@ -336,13 +398,16 @@ impl World {
             self.arrive(host, life, coming);
         }
         for host in 0..self.hosts.len() {
-            self.look(host);
             self.settle(host);
         }
         if self.now.saturating_since(self.checked_at) >= CHECKED_EACH {
             self.checked_at = self.now;
-            self.ledger.check(self.now);
+            self.checks += 1;
+            if self.checks.is_multiple_of(MEMORY_EACH) {
+                self.ledger.check(self.now);
+            }
             self.submit();
+            self.want_all();
             self.check_bounds();
         }
     }
@@ -358,19 +423,16 @@ impl World {
             }
             _ => {
                 // The host answers for a process that is not there.
-                if let Coming::Message(from, Message::Connect(hello)) = coming {
-                    let reason = "connection refused".to_owned();
-                    let refuse = Message::Refuse {
-                        endpoint: hello.endpoint,
-                        reason,
-                    };
-                    self.leaves((host, life), from.0, refuse);
+                if let Coming::Message(from, Message::Ask(id, _)) = coming {
+                    let refused = SignalError::NoAnswer("connection refused".to_owned());
+                    let reply = Message::Reply(id, Box::new(Err(refused)));
+                    self.leaves((host, life), from.0, reply);
                 }
             }
         }
     }
 
-    pub(crate) fn thaw(&mut self, host: usize) {
+    pub(super) fn thaw(&mut self, host: usize) {
         let Some(node) = self.hosts[host].node.as_mut().filter(|node| node.frozen) else {
             return;
         };
@@ -383,45 +445,8 @@ impl World {
         }
     }
 
-    /// Takes events and completions from a node's NICs.
-    fn look(&mut self, host: usize) {
-        let Some(node) = self.hosts[host].node.as_ref().filter(|node| !node.frozen) else {
-            return;
-        };
-        let mut inputs = Vec::new();
-        let mut completions = Vec::new();
-        for (nic, (of, observer)) in (0..).zip(node.nics.iter().zip(&node.observers)) {
-            let Some(open) = &of.open else { continue };
-            let epoch = observer.epoch();
-            loop {
-                match open.context.next_event() {
-                    Ok(Some(event)) => inputs.push((nic, observer::Input::Event { epoch, event })),
-                    Ok(None) => break,
-                    Err(error) => {
-                        let errno = error.errno().unwrap_or(5);
-                        inputs.push((nic, observer::Input::ChannelFailed { epoch, errno }));
-                        break;
-                    }
-                }
-            }
-            let mut found = [Completion::EMPTY; 64];
-            while let Ok(count @ 1..) = open.queue.poll(&mut found) {
-                completions.extend_from_slice(&found[..count]);
-            }
-        }
-        for completion in completions {
-            self.completed(host, completion);
-        }
-        for (nic, input) in inputs {
-            let now = self.now;
-            if let Some(node) = self.node(host) {
-                node.observers[nic as usize].handle(now, input);
-            }
-        }
-    }
-
     /// A request to the store, and what watchers see of it.
-    pub(crate) fn ask_store(&mut self, host: usize, ticket: u64, request: StoreRequest) {
+    pub(super) fn ask_store(&mut self, host: usize, ticket: u64, request: StoreRequest) {
         let (answer, told) = self.store.request(&name(host), request);
         let input = publisher::Input::Store { ticket, answer };
         self.later(host, Duration::from_millis(1), Coming::Publisher(input));
@@ -445,13 +470,10 @@ impl World {
         let waiting = self.coming.len() + self.ends.len();
         assert!(waiting < QUEUE_MAX, "{waiting} things wait");
         for node in self.hosts.iter().filter_map(|host| host.node.as_ref()) {
-            let rails = node.of_peer.len() * node.nics.len() * 4;
-            let ends = node.endpoints.len();
+            let rails = (self.hosts.len() - 1) * node.ports.len() * node.ports.len();
+            let ends = node.connector.endpoints();
             // Each rail has one, and for some time those that are being fenced.
             assert!(ends < 64 + 16 * rails, "{ends} endpoints for {rails} rails");
-            for endpoint in node.endpoints.values() {
-                assert!(endpoint.outstanding.len() <= super::link::DEPTH);
-            }
         }
     }
 
@@ -461,46 +483,47 @@ impl World {
             let Some(node) = &host.node else {
                 return Some(format!("n{at} is not running"));
             };
-            let truth = node.publisher.descriptor();
-            if self.store.record(&name(at)) != Some(truth) {
+            let truth = lock(&node.publisher).descriptor().clone();
+            if self.store.record(&name(at)) != Some(&truth) {
                 return Some(format!("the store's record of n{at} is not its own"));
             }
-            if node.fences.quarantined_bytes() > 0 {
-                return Some(format!("n{at} has memory in quarantine"));
-            }
             for (to, other) in self.hosts.iter().enumerate().filter(|(to, _)| *to != at) {
-                let there = other
-                    .node
-                    .as_ref()
-                    .map(|other| other.publisher.descriptor());
-                if node.peers.descriptor(&name(to)) != there {
+                let there = other.node.as_ref();
+                let there = there.map(|other| lock(&other.publisher).descriptor().clone());
+                if node.peers.descriptor(&name(to)) != there.as_ref() {
                     return Some(format!("n{at} does not know n{to} as it is"));
                 }
-                let Some(peer) = node.peers.peer(&name(to)) else {
+                let peer = node.peers.peer(&name(to));
+                let Some(known) = peer.and_then(|peer| node.known.get(&peer)) else {
                     return Some(format!("n{at} has no peer n{to}"));
                 };
-                for rail in node.all_rails(peer) {
-                    if node.rails.state(rail) != Some(RailState::Up) {
-                        let state = node.rails.state(rail);
-                        return Some(format!("n{at}: {rail} to n{to} is {state:?}"));
+                for rail in known.peer.rails().iter() {
+                    if rail.state() != RailState::Up {
+                        let state = rail.state();
+                        return Some(format!("n{at}: {rail} is {state:?}"));
                     }
                 }
             }
-            let rails = (self.hosts.len() - 1) * node.nics.len() * node.nics.len();
-            if node.endpoints.len() != rails {
-                let ends = node.endpoints.len();
-                return Some(format!("n{at} has {ends} ends for {rails} rails"));
-            }
-            // A passive end that is gone is found by use; one too many would never be.
-            for (life, endpoint) in node.passives.keys() {
-                let owner = self.hosts[life.0].node.as_ref();
-                let owner = owner.filter(|owner| owner.life == *life);
-                if !owner.is_some_and(|owner| owner.endpoints.contains_key(endpoint)) {
-                    return Some(format!("n{at} keeps a stale end of {life:?}"));
-                }
+            // One for each pair of NICs, whichever end opened it, and nothing that is left over.
+            let pairs = (self.hosts.len() - 1) * node.ports.len() * node.ports.len();
+            let ends = node.connector.endpoints();
+            if ends != pairs {
+                return Some(format!("n{at} has {ends} ends for {pairs} pairs of NICs"));
             }
         }
         None
+    }
+
+    /// All rails are wanted all the time, as if there were work for each.
+    fn want_all(&self) {
+        let awake = self.hosts.iter().filter_map(|host| host.node.as_ref());
+        for node in awake.filter(|node| !node.frozen) {
+            for known in node.known.values() {
+                for rail in known.peer.rails().iter() {
+                    node.keeper.want(&known.peer, rail);
+                }
+            }
+        }
     }
 
     fn heal(&mut self) {
@@ -515,20 +538,26 @@ impl World {
     }
 
     fn all_pairs_transfer(&mut self) {
-        self.run(Duration::from_secs(40));
-        assert_eq!(self.ledger.open(), 0, "transfers outlived their deadline");
+        let until = self.now + OUTLIVED;
+        while self.ledger.open() > 0 {
+            let open = self.ledger.open();
+            assert!(self.now < until, "{open} transfers outlive their deadline");
+            self.run(Duration::from_millis(200));
+        }
         let before = self.ledger.reported;
+        self.ledger.failed_since_healed = 0;
         let mut asked = 0;
         for from in 0..self.hosts.len() {
             for to in (0..self.hosts.len()).filter(|to| *to != from) {
                 for read in [false, true] {
-                    asked += u64::from(self.submit_one(from, to, read, true));
+                    asked += u64::from(self.submit_one(from, to, read, ANSWERED_WITHIN));
                 }
             }
         }
         assert!(asked > 0);
         self.run(Duration::from_secs(5));
         assert_eq!(self.ledger.reported - before, asked, "every pair transfers");
+        assert_eq!(self.ledger.failed_since_healed, 0, "and without an error");
     }
 
     fn leave_nothing(&mut self) {

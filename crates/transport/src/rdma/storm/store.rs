@@ -4,41 +4,41 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::machine::peers::{Fetched, PeerRecord};
+use crate::machine::publisher::{StoreAnswer, StoreFailure, StoreRequest, StoredRecord};
 use rerail_metadata::Version;
 use rerail_metadata::descriptor::{InstanceId, RerailMember, SegmentDescriptor};
-use rerail_transport::machine::peers::{Fetched, PeerRecord};
-use rerail_transport::machine::publisher::{StoreAnswer, StoreFailure, StoreRequest, StoredRecord};
 
 #[derive(Default)]
-pub(crate) struct Store {
+pub(super) struct Store {
     records: BTreeMap<String, (u64, Arc<SegmentDescriptor>)>,
     versions: u64,
     /// Nothing is answered but failures.
-    pub(crate) away: bool,
+    pub(super) away: bool,
     /// Watchers are told nothing; afterwards they are told that they may have missed something.
-    pub(crate) silent: bool,
+    pub(super) silent: bool,
     /// Writes are made, and answered with a failure.
-    pub(crate) forgets_answers: bool,
+    pub(super) forgets_answers: bool,
     /// The last generation written by each instance.
     written: BTreeMap<(String, InstanceId), u64>,
 }
 
 /// What watchers are to be told.
-pub(crate) enum Told {
+pub(super) enum Told {
     Put(String, Arc<SegmentDescriptor>),
     Delete(String),
 }
 
 impl Store {
-    pub(crate) fn record(&self, key: &str) -> Option<&Arc<SegmentDescriptor>> {
+    pub(super) fn record(&self, key: &str) -> Option<&Arc<SegmentDescriptor>> {
         self.records.get(key).map(|(_, record)| record)
     }
 
-    pub(crate) fn empty(&mut self) {
+    pub(super) fn empty(&mut self) {
         self.records.clear();
     }
 
-    pub(crate) fn fetch(&self, key: &str) -> Fetched {
+    pub(super) fn fetch(&self, key: &str) -> Fetched {
         match self.records.get(key) {
             _ if self.away => Fetched::Unavailable,
             Some((_, descriptor)) => Fetched::Found(peer_record(descriptor)),
@@ -47,7 +47,7 @@ impl Store {
     }
 
     /// Carries out a request about the key of `name`.
-    pub(crate) fn request(
+    pub(super) fn request(
         &mut self,
         name: &str,
         request: StoreRequest,
@@ -112,11 +112,11 @@ impl Store {
     }
 }
 
-pub(crate) fn member(descriptor: &SegmentDescriptor) -> Option<&RerailMember> {
+pub(super) fn member(descriptor: &SegmentDescriptor) -> Option<&RerailMember> {
     descriptor.rerail.as_ref()
 }
 
-pub(crate) fn peer_record(descriptor: &Arc<SegmentDescriptor>) -> PeerRecord {
+pub(super) fn peer_record(descriptor: &Arc<SegmentDescriptor>) -> PeerRecord {
     PeerRecord {
         descriptor: Arc::clone(descriptor),
         rpc: None,

@@ -1,7 +1,10 @@
 //! What has happened, counted: kinds of faults, transitions and actions of machines, outcomes.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
+
+use crate::rdma::inbox::EndpointKey;
 
 /// Everything that a long storm must have seen.
 const EXPECTED: &[(&str, &[&str])] = &[
@@ -31,6 +34,7 @@ const EXPECTED: &[(&str, &[&str])] = &[
             "silent messages",
             "slow messages",
             "late work",
+            "late close",
             "mtu",
             "pkeys",
             "broken queue pair",
@@ -93,42 +97,91 @@ const EXPECTED: &[(&str, &[&str])] = &[
             "HalfOpen > Up",
             "HalfOpen > Down",
             "Up > Down",
-            "Connect",
-            "Probe",
-            "DropEndpoint",
             "RecheckLocal",
             "RefreshPeer",
         ],
     ),
     (
-        "fence",
+        "endpoint",
         &[
-            "ToError",
-            "ClosePeer",
-            "MayRepost",
-            "CloseContext",
-            "Fenced",
+            "Preparing",
+            "Offered",
+            "Raising",
+            "Acknowledging",
+            "AwaitingReadyAck",
+            "Connected",
+            "Failing",
+            "Closed",
         ],
     ),
-    ("transfer", &["Retry", "Fail", "CutOff"]),
+    (
+        "order",
+        &[
+            "Prepare",
+            "Raise",
+            "Ask",
+            "Acknowledge",
+            "Answer",
+            "Refuse",
+            "PassOn",
+            "Attach",
+            "Detach",
+            "ToError",
+            "TellPeer",
+            "AwaitDrain",
+            "Destroy",
+            "GiveUp",
+            "Fenced",
+            "Unfenced",
+            "Closed",
+        ],
+    ),
+    (
+        "close",
+        &[
+            "Local",
+            "Refused",
+            "NoAnswer",
+            "Timeout",
+            "Failed",
+            "Stalled",
+            "CutOff",
+            "Event",
+            "BadRequest",
+            "PeerRestarted",
+            "PeerClosed",
+            "PeerRebuilt",
+            "Withdrawn",
+        ],
+    ),
     (
         "end",
-        &["success", "Deadline", "PeerRestarted", "Cancelled"],
+        &[
+            "success",
+            "Deadline",
+            "PeerRestarted",
+            "NoPath",
+            "RemoteAccess",
+            "Unfenced",
+            "Canceled",
+            "reposted",
+            "after another attempt",
+        ],
     ),
 ];
 
 /// Counts by group and name.
 #[derive(Clone, Default, Debug)]
-pub(crate) struct Coverage {
+pub(super) struct Coverage {
     counts: BTreeMap<(&'static str, String), u64>,
 }
 
 impl Coverage {
-    pub(crate) fn count(&mut self, group: &'static str, name: impl Into<String>) {
+    pub(super) fn count(&mut self, group: &'static str, name: impl Into<String>) {
         *self.counts.entry((group, name.into())).or_default() += 1;
     }
 
-    pub(crate) fn add(&mut self, other: &Self) {
+    pub(super) fn add(&mut self, other: &Self) {
         for (key, count) in &other.counts {
             *self.counts.entry(key.clone()).or_default() += count;
         }
@@ -142,7 +195,7 @@ impl Coverage {
     }
 
     /// What should have happened and did not.
-    pub(crate) fn missing(&self) -> Vec<String> {
+    pub(super) fn missing(&self) -> Vec<String> {
         let all = EXPECTED
             .iter()
             .flat_map(|(group, names)| names.iter().map(move |name| (*group, *name)));
@@ -163,4 +216,33 @@ impl fmt::Display for Coverage {
         }
         Ok(())
     }
+}
+
+/// What the engine's code noted on this thread.
+pub(super) struct Note {
+    pub(super) endpoint: EndpointKey,
+    pub(super) group: &'static str,
+    pub(super) name: String,
+}
+
+thread_local! {
+    static NOTES: RefCell<Option<Vec<Note>>> = const { RefCell::new(None) };
+}
+
+/// From now on this thread's notes are kept.
+pub(super) fn keep_notes() {
+    NOTES.set(Some(Vec::new()));
+}
+
+pub(super) fn take_notes() -> Vec<Note> {
+    NOTES.with_borrow_mut(|notes| notes.as_mut().map(std::mem::take).unwrap_or_default())
+}
+
+pub(super) fn note(endpoint: EndpointKey, group: &'static str, name: String) {
+    let note = Note {
+        endpoint,
+        group,
+        name,
+    };
+    NOTES.with_borrow_mut(|notes| notes.as_mut().map(|notes| notes.push(note)));
 }

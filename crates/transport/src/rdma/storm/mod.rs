@@ -1,6 +1,6 @@
 //! A storm over whole nodes on the simulated fabric, in virtual time, from one seed.
 //!
-//! Nodes are the decision machines ([`rerail_transport::machine`]) with verbs objects of
+//! Nodes are the decision machines ([`crate::machine`]) with verbs objects of
 //! `verbs::sim`, a store and messages between them. A safety phase makes faults and moves data all
 //! the while; then the faults end, and everything must heal within a stated time.
 //!
@@ -13,9 +13,12 @@
 //! `cargo xtask sim --seeds N --seed S` runs it at length. A seed that fails is printed, and the
 //! same seed gives the same trace, byte for byte.
 //!
-//! Where it differs from the engine: the connection's handshake is a simple one of the storm's own
-//! (`rdma::endpoint` is tested over messages that are lost and crossed in its own tests); a verb
-//! takes effect at once and its caller is told after the time that it takes.
+//! What runs is the engine's own code: the connector with its endpoints, the drivers of the data
+//! threads with their transfers, the rail keeper, the router, the reading of ports, and the
+//! machines. Around them is what an engine has threads and sockets for: tasks run in turns
+//! ([`turns`]), control threads do one verb at a time and none while their device hangs, and
+//! messages may be late, lost or overtaken. The engine's own layer (records' storage and
+//! subscription, segments, batches) is a stand-in that follows it.
 
 mod actions;
 mod arrivals;
@@ -25,6 +28,7 @@ mod link;
 mod node;
 mod plan;
 mod store;
+mod turns;
 mod work;
 mod world;
 
@@ -32,7 +36,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use coverage::Coverage;
+pub(super) use turns::{Hand, Turns};
 use world::World;
+
+use super::endpoint::{Action, Endpoint};
+use super::inbox::EndpointKey;
+
+/// What an endpoint is about to do.
+pub(super) fn note_action(key: EndpointKey, action: &Action) {
+    coverage::note(key, "order", actions::variant(action));
+    if let Action::Closed(cause) = action {
+        coverage::note(key, "close", actions::variant(cause));
+    }
+}
+
+/// What has become of an endpoint.
+pub(super) fn note_state(key: EndpointKey, machine: &Endpoint) {
+    coverage::note(key, "endpoint", machine.state_name());
+}
 
 /// Seeds that run with the other tests; `cargo xtask sim` runs more.
 const SEEDS: u64 = 12;

@@ -3,31 +3,32 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use crate::TransferError;
+use crate::machine::Machine;
+use crate::machine::peers;
+use crate::machine::publisher;
 use rand::Rng as _;
 use rand::seq::IndexedRandom as _;
-use rerail_transport::machine::Machine;
-use rerail_transport::machine::ids::TransferId;
-use rerail_transport::machine::peers;
-use rerail_transport::machine::publisher;
-use rerail_transport::machine::transfer;
 use rerail_verbs::sim::{
     EventOptions, FaultGuard, LinkOptions, PacketVerdict, PortId, WorkVerdict,
 };
 use rerail_verbs::{AsyncEventKind, WcStatus};
 
-use super::node::{Node, name};
+use super::ledger::TransferId;
+use super::link::lock;
+use super::node::{Node, name, nic_name};
 use super::world::{Coming, World};
 
 /// A fault of which there is one at a time.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) enum Exclusive {
+pub(super) enum Exclusive {
     Link(PortId),
     Events,
     Messages,
 }
 
 /// The end of a fault.
-pub(crate) enum End {
+pub(super) enum End {
     PortUp(PortId),
     Guard(u64),
     Free(Exclusive),
@@ -88,7 +89,7 @@ impl World {
     }
 
     /// Breaks something.
-    pub(crate) fn make_fault(&mut self) {
+    pub(super) fn make_fault(&mut self) {
         let host = self.rng.random_range(0..self.hosts.len());
         let nic = self.rng.random_range(0..self.hosts[host].nics.len());
         let id = self.hosts[host].nics[nic];
@@ -96,7 +97,7 @@ impl World {
         let other = (host + self.rng.random_range(1..self.hosts.len())) % self.hosts.len();
         let far = *self.hosts[other].nics.choose(&mut self.rng).expect("a NIC");
         let span = ms(self.rng.random_range(5..3_000));
-        let kind = match self.rng.random_range(0..36) {
+        let kind = match self.rng.random_range(0..39) {
             0..3 => {
                 self.fabric.port_down(port);
                 self.until(span, End::PortUp(port));
@@ -265,7 +266,7 @@ impl World {
                 let Some(node) = self.node(host).filter(|node| !node.frozen) else {
                     return;
                 };
-                node.publisher.handle(now, publisher::Input::Leave);
+                lock(&node.publisher).handle(now, publisher::Input::Leave);
                 self.settle(host);
                 // It goes when the store has let it; should the store be away, it is ended.
                 self.until(span + ms(500), End::Start(host));
@@ -290,8 +291,8 @@ impl World {
                 let Some(node) = self.hosts[host].node.as_ref().filter(|node| !node.frozen) else {
                     return;
                 };
-                let pairs = node.endpoints.values().filter_map(|of| of.pair.as_ref());
-                let numbers: Vec<_> = pairs.map(|pair| pair.qp_num()).collect();
+                let path = format!("{}@{}", name(host), nic_name(nic as u32));
+                let numbers = node.outbox.pairs(&path);
                 let Some(number) = numbers.choose(&mut self.rng).copied() else {
                     return;
                 };
@@ -323,16 +324,48 @@ impl World {
                 self.degrade(ms(3_000), port, link);
                 "late work"
             }
+            34..37 => {
+                // The far end begins to close, and its queue pairs stop later: what the near end
+                // has given up by then still lands there.
+                let egress_delay = ms(self.rng.random_range(300..1_200));
+                let link = LinkOptions {
+                    egress_delay,
+                    ..LinkOptions::default()
+                };
+                if !self.degrade(ms(2_500), port, link) {
+                    return;
+                }
+                self.fabric
+                    .hang_control(far, ms(self.rng.random_range(400..2_500)));
+                for _ in 0..4 {
+                    let deadline = ms(self.rng.random_range(400..1_500));
+                    self.submit_one(host, other, false, deadline);
+                }
+                let mut left = 1;
+                let guard = self.fabric.on_work(move |work| {
+                    if left > 0 && work.nic == far {
+                        left -= 1;
+                        WorkVerdict::Fail(WcStatus::RetryExcErr, 0)
+                    } else {
+                        WorkVerdict::Pass
+                    }
+                });
+                self.guard(ms(100), guard);
+                self.submit_one(other, host, false, ms(2_000));
+                "late close"
+            }
             29 => {
-                // Only its own transfers would fail by that, and it has none.
-                let now = self.now;
+                // Only its own transfers would fail by that, and it has none. A registration that
+                // hangs is not for here.
+                let mut hangs = self.hosts[host].nics.iter();
+                let hangs = hangs.any(|id| !self.fabric.hangs_for(*id).is_zero());
                 let node = self.hosts[host].node.as_mut();
-                let idle = |node: &&mut Node| !node.frozen && node.jobs.is_empty();
-                let Some(node) = node.filter(idle) else {
+                let idle = |node: &&mut Node| !node.frozen && !hangs && node.jobs.is_empty();
+                let Some(edits) = node.filter(idle).and_then(Node::register_anew) else {
                     return;
                 };
-                for edit in node.register_anew() {
-                    node.publisher.handle(now, publisher::Input::Edit(edit));
+                for edit in edits {
+                    self.edit(host, edit);
                 }
                 self.settle(host);
                 "registered anew"
@@ -350,7 +383,6 @@ impl World {
                 "event without a cause"
             }
             _ => {
-                let now = self.now;
                 let Some(node) = self.hosts[host].node.as_mut().filter(|node| !node.frozen) else {
                     return;
                 };
@@ -358,8 +390,8 @@ impl World {
                 let Some(transfer) = running.choose(&mut self.rng).copied() else {
                     return;
                 };
-                node.transfers
-                    .handle(now, transfer::Input::Cancel { transfer });
+                node.jobs[&transfer].transfer.fail(TransferError::Canceled);
+                self.settle(host);
                 "cancelled"
             }
         };
@@ -382,7 +414,7 @@ impl World {
         }
     }
 
-    pub(crate) fn end_fault(&mut self, end: End) {
+    pub(super) fn end_fault(&mut self, end: End) {
         match end {
             End::PortUp(port) => self.fabric.port_up(port),
             End::Guard(id) => {
@@ -435,7 +467,7 @@ impl World {
     }
 
     /// From here on nothing is broken any more.
-    pub(crate) fn end_all_faults(&mut self) {
+    pub(super) fn end_all_faults(&mut self) {
         for (_, end) in std::mem::take(&mut self.ends) {
             self.end_fault(end);
         }

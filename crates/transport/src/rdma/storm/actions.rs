@@ -1,0 +1,590 @@
+//! How a node carries out what its machines and its RDMA side want.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::link::{Message, Outgoing, lock};
+use super::node::{Known, life_of, name, nic_name, number, subscriber};
+use super::store::member;
+use super::world::{Coming, Exchange, WIRE, World};
+use crate::TransferError;
+use crate::machine::ids::{LocalNic, PeerId};
+use crate::machine::observer::{self, Outcome};
+use crate::machine::peers::{self, NicChange, Parting, Trouble};
+use crate::machine::publisher::{self, Edit, StoreRequest};
+use crate::machine::rail::{LocalGate, NoPath, RailState};
+use crate::machine::{Machine, drive};
+use crate::rdma::driver::Activity;
+use crate::rdma::rail::{Peer, PeerNic, PeerSpec};
+use crate::rdma::watch;
+use rand::Rng as _;
+
+/// Rounds of one node at one instant; more means that two of its parts chase each other.
+const ROUNDS_MAX: usize = 2_000;
+
+/// The shortest time that a verb takes.
+const VERB: Duration = Duration::from_micros(5);
+
+/// The name of a variant, without what is in it.
+pub(super) fn variant(value: &impl std::fmt::Debug) -> String {
+    let text = format!("{value:?}");
+    let end = text
+        .find(|c: char| !c.is_alphanumeric())
+        .unwrap_or(text.len());
+    text[..end].to_owned()
+}
+
+impl World {
+    /// Lets a node do all that it can do now.
+    pub(super) fn settle(&mut self, host: usize) {
+        for round in 0..ROUNDS_MAX {
+            if !self.settle_once(host, round == 0) {
+                return;
+            }
+        }
+        panic!("n{host} does not come to rest");
+    }
+
+    fn settle_once(&mut self, host: usize, is_first: bool) -> bool {
+        let now = self.now;
+        let Some(node) = self.node(host).filter(|node| !node.frozen) else {
+            return false;
+        };
+        let mut moved = node.turns.run();
+        let outgoing = node.outbox.take();
+        moved |= !outgoing.is_empty();
+        self.take_notes(host);
+        for one in outgoing {
+            self.carry(host, one);
+        }
+        moved |= self.observe(host, is_first);
+        let mut actions = Vec::new();
+        if let Some(node) = self.node(host) {
+            let mut publisher = lock(&node.publisher);
+            drive(&mut *publisher, now, |action| actions.push(action));
+        }
+        moved |= !actions.is_empty();
+        for action in actions {
+            self.published(host, action);
+        }
+        let mut actions = Vec::new();
+        if let Some(node) = self.node(host) {
+            drive(&mut node.peers, now, |action| actions.push(action));
+        }
+        moved |= !actions.is_empty();
+        for action in actions {
+            self.learnt(host, action);
+        }
+        moved |= self.step_drivers(host, is_first);
+        moved | self.turn_controls(host)
+    }
+
+    /// What the data threads do.
+    fn step_drivers(&mut self, host: usize, is_first: bool) -> bool {
+        let now = self.now;
+        let Some(node) = self.node(host) else {
+            return false;
+        };
+        let mut moved = false;
+        for port in &mut node.ports {
+            if !is_first && port.inbox.is_empty() && !port.is_busy {
+                continue;
+            }
+            let is_shut = !port.nic.is_gate_open();
+            let before = port.driver.in_flight();
+            if let (false, Some(facts)) = (is_shut, port.observer.facts(1)) {
+                assert!(port.observer.gate_open(1), "the NIC's gate is open alone");
+                let known = facts.gid.as_ref().map(|row| row.gid);
+                let used = port.nic.facts().map(|facts| facts.gid.gid);
+                assert_eq!(used, known, "an address that is known to be gone is used");
+            }
+            port.is_busy = port.driver.step(now) == Activity::Busy;
+            let after = port.driver.in_flight();
+            assert!(!is_shut || after <= before, "posted through a closed gate");
+            moved |= port.is_busy;
+        }
+        moved
+    }
+
+    /// What the control threads do: one verb each, if the one before is done.
+    fn turn_controls(&mut self, host: usize) -> bool {
+        let (now, fabric) = (self.now, self.fabric.clone());
+        let Some(node) = self.node(host) else {
+            return false;
+        };
+        let process = node.process;
+        let mut moved = false;
+        for port in &mut node.ports {
+            for control in &mut port.controls {
+                if control.due().is_none_or(|due| due > now) {
+                    if control.due().is_none() {
+                        control.hangs_since = None;
+                    }
+                    continue;
+                }
+                let hangs = fabric.hangs_for(port.id);
+                if hangs > Duration::ZERO {
+                    control.hangs_since.get_or_insert(now);
+                    control.busy_until = now + hangs;
+                    continue;
+                }
+                control.hangs_since = None;
+                control.thread.turn();
+                let took = fabric.take_verb_time(process, port.id);
+                control.busy_until = now + took.max(VERB);
+                moved = true;
+            }
+            port.controls.retain(|control| !control.thread.is_closed());
+        }
+        moved
+    }
+
+    /// What the watch does about the NICs of a node.
+    fn observe(&mut self, host: usize, is_first: bool) -> bool {
+        let now = self.now;
+        let nics = self.hosts[host].nics.len();
+        let mut moved = false;
+        for at in 0..nics {
+            let Some(node) = self.node(host) else {
+                return moved;
+            };
+            let port = &mut node.ports[at];
+            if is_first && let Some(opening) = port.opening.clone() {
+                let epoch = port.observer.epoch();
+                let of_it = |control: &&super::node::Control| {
+                    control.thread.is_same(opening.context().control())
+                };
+                let hangs = port.controls.iter().find(of_it);
+                let hangs = hangs.and_then(|control| control.hangs_since);
+                if hangs.is_some_and(|since| now.saturating_since(since) > watch::VERB_LIMIT) {
+                    let verb = "a verb of the control thread";
+                    let hung = observer::Input::VerbHung { epoch, verb };
+                    port.observer.handle(now, hung);
+                }
+                let input = match opening.context().next_event() {
+                    Ok(None) => None,
+                    Ok(Some(event)) => Some(observer::Input::Event { epoch, event }),
+                    Err(error) => {
+                        let errno = watch::failure(&error).errno;
+                        Some(observer::Input::ChannelFailed { epoch, errno })
+                    }
+                };
+                if let Some(input) = input {
+                    moved = true;
+                    port.observer.handle(now, input);
+                }
+            }
+            let mut actions = Vec::new();
+            drive(&mut port.observer, now, |action| actions.push(action));
+            moved |= !actions.is_empty();
+            for action in actions {
+                self.observed(host, LocalNic(at as u32), action);
+            }
+        }
+        moved
+    }
+
+    fn observed(&mut self, host: usize, local: LocalNic, action: observer::Action) {
+        let now = self.now;
+        self.coverage.count("observer", variant(&action));
+        if let observer::Action::Report { outcome, .. } = &action {
+            self.coverage.count("observer", variant(outcome));
+            if *outcome != Outcome::Unchanged {
+                let nic = nic_name(local.0);
+                self.say(host, format_args!("{nic} reads {outcome:?}"));
+            }
+        }
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        let port = &mut node.ports[local.0 as usize];
+        let nic = local.0;
+        match action {
+            observer::Action::ReadPort(read) => {
+                let epoch = port.observer.epoch();
+                let Some(opening) = &port.opening else {
+                    return;
+                };
+                let result = watch::read_port(opening.context(), read.port, 0);
+                let result = result.map_err(|error| watch::failure(&error));
+                let after = self.takes(host, local);
+                let reading = Coming::Reading {
+                    nic,
+                    epoch,
+                    read,
+                    result,
+                };
+                self.later(host, after, reading);
+            }
+            observer::Action::ReleaseContext { cause } => {
+                port.opening = None;
+                let (parts, nic) = (&node.parts, Arc::clone(&port.nic));
+                watch::shut(parts, &nic, LocalGate::Dead, &cause.to_string());
+                nic.release();
+                parts.registrations.release(&nic);
+                self.say(host, format_args!("{} is dead: {cause}", nic.name()));
+            }
+            observer::Action::Reopen { epoch } => {
+                self.later(host, Duration::ZERO, Coming::Reopen { nic, epoch });
+            }
+            action => {
+                if let observer::Action::HalfOpen { .. } = action
+                    && let Some(found) = port.observer.facts(1)
+                {
+                    watch::adopt(&node.parts, &port.nic, found);
+                }
+                let nic = Arc::clone(&port.nic);
+                watch::act(&node.parts, &nic, now, action);
+            }
+        }
+    }
+
+    /// How long the verbs just called on a NIC take.
+    pub(super) fn takes(&mut self, host: usize, local: LocalNic) -> Duration {
+        let fabric = self.fabric.clone();
+        let Some(node) = self.node(host) else {
+            return WIRE;
+        };
+        let id = node.ports[local.0 as usize].id;
+        fabric.take_verb_time(node.process, id).max(VERB)
+    }
+
+    /// Carries on what a node's RDMA side told.
+    fn carry(&mut self, host: usize, outgoing: Outgoing) {
+        let now = self.now;
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        let own = node.life;
+        match outgoing {
+            Outgoing::Ask(server, offer, answer) => {
+                let (from, to) = (own, number(&server));
+                self.order += 1;
+                let id = self.order;
+                self.exchanges.insert(id, Exchange { from, to, answer });
+                let ask = Message::Ask(id, Box::new(offer));
+                self.send(own, to, WIRE, ask);
+            }
+            Outgoing::Reply(to, id, answer) => {
+                if let Ok(offer) = &answer {
+                    node.outbox.remember(offer);
+                }
+                self.send(own, to, WIRE, Message::Reply(id, Box::new(answer)));
+            }
+            Outgoing::Port(local, facts, gids) => {
+                let edit = Edit::Port { local, facts, gids };
+                self.edit(host, edit);
+            }
+            Outgoing::Recheck(local) => {
+                self.coverage.count("rail", "RecheckLocal");
+                let hint = observer::Input::Hint { port: None };
+                if let Some(node) = self.node(host) {
+                    node.ports[local.0 as usize].observer.handle(now, hint);
+                }
+            }
+            Outgoing::Refresh(name) => {
+                self.coverage.count("rail", "RefreshPeer");
+                let trouble = Trouble::Connection;
+                if let Some(node) = self.node(host) {
+                    let input = peers::Input::Trouble { name, trouble };
+                    node.peers.handle(now, input);
+                }
+            }
+            Outgoing::Rail(change) => {
+                let (from, to) = (change.from, change.to);
+                self.coverage.count("rail", format!("{from:?} > {to:?}"));
+                self.coverage.count("rail cause", variant(&change.cause));
+                let (local, peer, cause) = (&change.local, &change.peer, &change.cause);
+                let what = format_args!("{local} - {peer}: {from:?} > {to:?}, {cause}");
+                self.say(host, what);
+                let index = (0..).find(|index| nic_name(*index) == *local);
+                if to == RailState::Up
+                    && let Some(index) = index
+                {
+                    let local = LocalNic(index);
+                    self.edit(host, Edit::Proved { local });
+                }
+            }
+            Outgoing::Finished(transfer) => self.finished(host, transfer),
+        }
+    }
+
+    pub(super) fn edit(&mut self, host: usize, edit: Edit) {
+        let now = self.now;
+        if let Some(node) = self.node(host) {
+            lock(&node.publisher).handle(now, publisher::Input::Edit(edit));
+        }
+    }
+
+    pub(super) fn published(&mut self, host: usize, action: publisher::Action) {
+        let Some(own) = self.node(host).map(|node| node.life) else {
+            return;
+        };
+        let kind = match &action {
+            publisher::Action::Store { request, .. } => match request {
+                StoreRequest::Create(_) => "Create",
+                StoreRequest::Swap(..) => "Swap",
+                StoreRequest::Read => "Read",
+                StoreRequest::Delete(_) => "Delete",
+                StoreRequest::RpcMeta => "RpcMeta",
+            },
+            publisher::Action::Push { .. } => "Push",
+            publisher::Action::Heartbeat { .. } => "Heartbeat",
+            publisher::Action::DropSubscriber { .. } => "DropSubscriber",
+            publisher::Action::Stored { .. } => "Stored",
+            publisher::Action::StoreTrouble { .. } => "StoreTrouble",
+            publisher::Action::EditRefused(_) => "EditRefused",
+            publisher::Action::Superseded { .. } => "Superseded",
+            publisher::Action::Left => "Left",
+        };
+        self.coverage.count("publisher", kind);
+        match action {
+            publisher::Action::Store { ticket, request } => {
+                let pause = self.rng.random_range(500..4_000);
+                let after = Duration::from_micros(pause);
+                self.later(host, after, Coming::StoreRequest(ticket, request));
+            }
+            publisher::Action::Push {
+                subscriber,
+                descriptor,
+                generation,
+            } => {
+                self.say(host, format_args!("pushes generation {generation}"));
+                let (name, record) = (name(host), super::store::peer_record(&descriptor));
+                let input = peers::Input::Pushed { name, record };
+                self.send(own, life_of(subscriber).0, WIRE, Message::ToPeers(input));
+            }
+            publisher::Action::Heartbeat {
+                subscriber,
+                generation,
+            } => {
+                let instance = self.living(own);
+                let instance = instance.map(|node| lock(&node.publisher).instance());
+                if let Some(instance) = instance {
+                    let name = name(host);
+                    let input = peers::Input::Heartbeat {
+                        name,
+                        instance,
+                        generation,
+                    };
+                    self.send(own, life_of(subscriber).0, WIRE, Message::ToPeers(input));
+                }
+            }
+            publisher::Action::DropSubscriber { subscriber } => {
+                let input = peers::Input::SubscriptionLost { name: name(host) };
+                self.send(own, life_of(subscriber).0, WIRE, Message::ToPeers(input));
+            }
+            publisher::Action::Stored { generation } => {
+                self.say(host, format_args!("has stored generation {generation}"));
+            }
+            publisher::Action::EditRefused(error) => panic!("n{host}: {error}"),
+            publisher::Action::Superseded { by } => panic!("n{host}: superseded by {by:?}"),
+            publisher::Action::Left => self.kill(host),
+            publisher::Action::StoreTrouble { .. } => {}
+        }
+    }
+
+    pub(super) fn learnt(&mut self, host: usize, action: peers::Action) {
+        let Some(node) = self.hosts[host].node.as_mut() else {
+            return;
+        };
+        let own = node.life;
+        match action {
+            peers::Action::Fetch { ticket, name } => {
+                self.coverage.count("peers", "Fetch");
+                self.later(host, Duration::from_millis(2), Coming::Fetch(ticket, name));
+            }
+            peers::Action::Subscribe {
+                name: of,
+                descriptor,
+            } => {
+                self.coverage.count("peers", "Subscribe");
+                let far = number(&of);
+                let there = self.node(far);
+                let there = there.map(|node| lock(&node.publisher).instance());
+                let wanted = member(&descriptor).map(|member| member.instance);
+                let reached = there.is_some() && there == wanted;
+                if reached && !self.muted.contains(&(host, far)) {
+                    let subscriber = subscriber(own);
+                    let input = publisher::Input::Subscribed { subscriber };
+                    self.send(own, far, WIRE, Message::ToPublisher(input));
+                    let input = peers::Input::Subscribed { name: of };
+                    self.later(host, 2 * WIRE, Coming::Peers(input));
+                } else {
+                    let input = peers::Input::SubscriptionLost { name: of };
+                    self.later(host, 4 * WIRE, Coming::Peers(input));
+                }
+            }
+            peers::Action::Unsubscribe { name: of } => {
+                let input = publisher::Input::Unsubscribed {
+                    subscriber: subscriber(own),
+                };
+                self.send(own, number(&of), WIRE, Message::ToPublisher(input));
+            }
+            peers::Action::AskAlive { name: of } => {
+                // The probe's answer comes from whoever runs there.
+                let far = number(&of);
+                let known = node.peers.descriptor(&of).and_then(|known| member(known));
+                let known = known.map(|member| member.instance);
+                let there = self.node(far).filter(|node| !node.frozen);
+                let there = there.map(|node| lock(&node.publisher).instance());
+                if there.is_some() && there == known && !self.muted.contains(&(host, far)) {
+                    self.later(
+                        host,
+                        2 * WIRE,
+                        Coming::Peers(peers::Input::Alive { name: of }),
+                    );
+                }
+            }
+            peers::Action::Acknowledge {
+                name: of,
+                generation,
+                ..
+            } => {
+                self.coverage.count("peers", "Acknowledge");
+                let subscriber = subscriber(own);
+                let input = publisher::Input::Acknowledged {
+                    subscriber,
+                    generation,
+                };
+                self.send(own, number(&of), WIRE, Message::ToPublisher(input));
+            }
+            peers::Action::Retired {
+                peer,
+                name: of,
+                parting,
+            } => {
+                self.coverage.count("peers", "Retired");
+                self.say(host, format_args!("retires {of}"));
+                self.part(host, peer, of, parting);
+            }
+            peers::Action::Updated {
+                name: of,
+                peer,
+                descriptor,
+                nics,
+            } => {
+                self.coverage.count("peers", "Updated");
+                for (_, change) in &nics {
+                    self.coverage.count("peers", variant(change));
+                }
+                let generation = member(&descriptor).map(|member| member.generation);
+                self.updated(host, &of, peer, &nics, generation);
+            }
+            peers::Action::Refreshed { name: of, .. } => {
+                self.coverage.count("peers", "Refreshed");
+                if let Some(peer) = node.peers.peer(&of) {
+                    self.refreshed(host, peer);
+                }
+            }
+        }
+    }
+
+    /// A peer's life is over: what is bound to it ends, as `engine::peers` does it.
+    fn part(&mut self, host: usize, peer: PeerId, name: String, parting: Parting) {
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        let failure = match parting {
+            Parting::Replaced => Some(TransferError::PeerRestarted { peer: name }),
+            Parting::Withdrawn => Some(TransferError::NoPath {
+                peer: name,
+                cause: NoPath::PeerGone.to_string(),
+            }),
+            Parting::Closed => None,
+        };
+        let jobs = node.jobs.iter().filter(|(_, job)| job.peer == peer);
+        let jobs: Vec<_> = jobs.map(|(id, _)| *id).collect();
+        for id in jobs {
+            let Some(failure) = failure.clone() else {
+                break;
+            };
+            let job = self.node(host).and_then(|node| node.jobs.get(&id));
+            match job.map(|job| (job.asks, Arc::clone(&job.transfer))) {
+                Some((false, transfer)) => drop(transfer.fail(failure)),
+                Some((true, _)) => self.report(host, id, Some(failure)),
+                None => {}
+            }
+        }
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        if let Some(known) = node.known.remove(&peer) {
+            match parting {
+                Parting::Replaced => node.router.peer_restarted(&known.peer),
+                Parting::Withdrawn => node.router.peer_gone(&known.peer),
+                Parting::Closed => node.router.forget_peer(&known.peer),
+            }
+        }
+    }
+
+    fn updated(
+        &mut self,
+        host: usize,
+        of: &str,
+        peer: PeerId,
+        nics: &[(String, NicChange)],
+        generation: Option<u64>,
+    ) {
+        let what = format_args!("takes in generation {generation:?} of {of}: {nics:?}");
+        self.say(host, what);
+        let far = number(of);
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        let last = node.generations.insert(peer, generation.unwrap_or(0));
+        assert!(
+            last <= generation,
+            "{of}'s generation went back from {last:?} to {generation:?}"
+        );
+        let Some(record) = node.peers.descriptor(of).cloned() else {
+            return;
+        };
+        if !node.known.contains_key(&peer) {
+            let instance = member(&record).map(|member| member.instance);
+            let life = instance.map_or((far, 0), super::link::life_of_instance);
+            let devices = record.devices.iter();
+            let spec = PeerSpec {
+                id: peer,
+                segment: of.to_owned(),
+                server: of.to_owned(),
+                instance: instance.map(|instance| instance.to_string()),
+                nics: (0..)
+                    .zip(devices)
+                    .map(|(index, device)| PeerNic {
+                        index,
+                        path: format!("{of}@{}", device.name),
+                        gid: device.gid,
+                        lid: device.lid,
+                    })
+                    .collect(),
+            };
+            assert_eq!(spec.nics.len(), node.ports.len(), "all NICs have a place");
+            let names = node.ports.iter().map(|port| port.nic.name().to_owned());
+            let made = Peer::new(spec, &names.collect::<Vec<_>>());
+            node.router.declare(&made);
+            for nic in 0..node.ports.len() as u32 {
+                // Down until the record says otherwise, just below.
+                node.router.peer_nic(&made, nic, false);
+            }
+            node.known.insert(peer, Known { life, peer: made });
+        }
+        let Some(known) = node.known.get(&peer) else {
+            return;
+        };
+        for (name, change) in nics {
+            let index = (0..).find(|index| nic_name(*index) == *name);
+            let Some(index) = index else {
+                continue;
+            };
+            let told: &[bool] = match change {
+                NicChange::Up => &[true],
+                NicChange::Down => &[false],
+                NicChange::Moved => &[false, true],
+            };
+            for up in told {
+                node.router.peer_nic(&known.peer, index, *up);
+            }
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! Transfers, as the engine's users and its batches make them: each is reported exactly once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rand::Rng as _;
+use rerail_metadata::descriptor::SegmentDescriptor;
+use rerail_verbs::RdmaOpcode;
+
+use super::actions::variant;
+use super::ledger::{Flight, SLOT_BYTES, TransferId};
+use super::link::Finish;
+use super::node::{Job, Node, config, name};
+use super::store::member;
+use super::world::{Coming, World};
+use crate::TransferError;
+use crate::machine::Machine;
+use crate::machine::ids::PeerId;
+use crate::machine::peers::{self, Trouble};
+use crate::rdma::slice::{Piece, Span};
+use crate::rdma::transfer::{Transfer, TransferSpec};
+
+/// The far end of a transfer, with the keys of the peer's record.
+fn remote(record: &SegmentDescriptor, flight: &Flight) -> Option<Span> {
+    let buffer = record.buffers.first()?;
+    let addr = buffer.addr + (flight.remote_slot * SLOT_BYTES) as u64;
+    let piece = Piece::new(buffer.addr, buffer.length, buffer.rkey.iter().copied());
+    Span::new(addr, flight.bytes as u64, [piece])
+}
+
+impl World {
+    /// A transfer's last byte has ended, and all its fences are through.
+    pub(super) fn finished(&mut self, host: usize, id: TransferId) {
+        let now = self.now;
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        let job = node.jobs.get_mut(&id).expect("it is finished once");
+        assert!(job.transfer.is_finished());
+        let error = job.transfer.error().cloned();
+        let is_refused = matches!(error, Some(TransferError::RemoteAccess { .. }));
+        if !is_refused || job.reposted {
+            return self.report(host, id, error);
+        }
+        // As `engine::batch::repost`: once more, by the peer's record of now or a newer one.
+        job.asks = true;
+        let (peer, cut_off) = (job.peer, job.transfer.spec().cut_off);
+        if self.repost(host, id) {
+            return;
+        }
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        if let Some(known) = node.known.get(&peer) {
+            let name = name(known.life.0);
+            let trouble = Trouble::RemoteAccess;
+            node.peers
+                .handle(now, peers::Input::Trouble { name, trouble });
+            self.at(host, cut_off.max(now), Coming::AskedLongEnough(id));
+        } else {
+            self.report(host, id, error);
+        }
+    }
+
+    /// A peer's record was read after trouble: what was refused goes by it.
+    pub(super) fn refreshed(&mut self, host: usize, peer: PeerId) {
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        let asking = node.jobs.iter();
+        let asking = asking.filter(|(_, job)| job.peer == peer && job.asks);
+        let asking: Vec<_> = asking.map(|(id, _)| *id).collect();
+        for id in asking {
+            self.asked_long_enough(host, id);
+        }
+    }
+
+    /// The record at hand decides about a transfer that was refused, if that is not done yet.
+    pub(super) fn asked_long_enough(&mut self, host: usize, id: TransferId) {
+        let job = self.node(host).and_then(|node| node.jobs.get(&id));
+        let Some(job) = job.filter(|job| job.asks) else {
+            return;
+        };
+        let error = job.transfer.error().cloned();
+        if !self.repost(host, id) {
+            self.report(host, id, error);
+        }
+    }
+
+    /// Posts a refused transfer again if the record has other keys by now.
+    fn repost(&mut self, host: usize, id: TransferId) -> bool {
+        let now = self.now;
+        let Some(node) = self.node(host) else {
+            return false;
+        };
+        let Some(job) = node.jobs.get_mut(&id) else {
+            return false;
+        };
+        let spec = job.transfer.spec();
+        let record = node.known.get(&job.peer).and_then(|known| {
+            let record = node.peers.descriptor(&name(known.life.0))?;
+            remote(record, &job.flight)
+        });
+        let Some(remote) = record.filter(|found| *found != spec.remote && now < spec.cut_off)
+        else {
+            return false;
+        };
+        (job.reposted, job.asks) = (true, false);
+        let spec = TransferSpec {
+            remote,
+            ..spec.clone()
+        };
+        let finish = Finish(id, node.outbox.clone());
+        job.transfer = Transfer::new(spec, Arc::new(finish));
+        node.router.route(Arc::clone(&job.transfer));
+        self.coverage.count("end", "reposted");
+        true
+    }
+
+    pub(super) fn report(&mut self, host: usize, id: TransferId, error: Option<TransferError>) {
+        let now = self.now;
+        let Some(node) = self.node(host) else {
+            return;
+        };
+        let own = node.life;
+        let job = node.jobs.remove(&id).expect("it is reported once");
+        let is_fenced = !matches!(error, Some(TransferError::Unfenced { .. }));
+        let how = error.as_ref().map_or("success".to_owned(), variant);
+        if error.is_none() {
+            assert_eq!(job.transfer.transferred_bytes(), job.flight.bytes as u64);
+        }
+        if job.transfer.retried_slices() > 0 {
+            self.coverage.count("end", "after another attempt");
+        }
+        self.say(host, format_args!("reports {id:?}: {how}"));
+        if !self.faults_on && !matches!(error, None | Some(TransferError::Canceled)) {
+            self.coverage.count("end", format!("{how} after the storm"));
+        }
+        self.coverage.count("end", how);
+        let reuse = self.rng.random_bool(0.5);
+        let success = error.is_none();
+        self.ledger.report(now, own, id, success, is_fenced, reuse);
+    }
+
+    /// Lets a node ask for transfers now and then.
+    pub(super) fn submit(&mut self) {
+        if !self.faults_on {
+            return;
+        }
+        for from in 0..self.hosts.len() {
+            if !self.rng.random_bool(0.25) {
+                continue;
+            }
+            let to = self.rng.random_range(0..self.hosts.len());
+            let read = self.rng.random_bool(0.4);
+            if to != from {
+                let deadline = Duration::from_millis(self.rng.random_range(500..20_000));
+                self.submit_one(from, to, read, deadline);
+            }
+        }
+    }
+
+    /// Asks for one transfer; false if there is nobody to ask, or no memory free.
+    pub(super) fn submit_one(
+        &mut self,
+        from: usize,
+        to: usize,
+        read: bool,
+        deadline: Duration,
+    ) -> bool {
+        let now = self.now;
+        let bytes = self.rng.random_range(1..=SLOT_BYTES);
+        let seed = self.rng.random();
+        let Some(node) = self.node(from).filter(|node| !node.frozen) else {
+            return false;
+        };
+        let Some((peer, life)) = node.to(to) else {
+            return false;
+        };
+        let id = TransferId(node.number());
+        let opcode = if read {
+            RdmaOpcode::Read
+        } else {
+            RdmaOpcode::Write
+        };
+        let own = node.life;
+        // Somebody else may have the name already; the requester will find out.
+        let Some(flight) = self.ledger.submit(id, own, life, opcode, bytes, seed) else {
+            return false;
+        };
+        let deadline = now + deadline;
+        let Some(node) = self.node(from) else {
+            return false;
+        };
+        let (Some(known), Some(record)) = (node.known.get(&peer), node.peers.descriptor(&name(to)))
+        else {
+            return false;
+        };
+        let local = node.memory.addr() + (flight.local_slot * SLOT_BYTES) as u64;
+        let config = config();
+        let spec = TransferSpec {
+            peer: Arc::clone(&known.peer),
+            opcode,
+            local: Span::new(local, bytes as u64, node.registered.pieces()).expect("registered"),
+            remote: remote(record, &flight).expect("its memory is all one buffer"),
+            length: bytes as u64,
+            slicing: config.slicing,
+            cut_off: config.limits.cut_off_at(now, deadline),
+        };
+        let finish = Finish(id, node.outbox.clone());
+        let transfer = Transfer::new(spec, Arc::new(finish));
+        let job = Job {
+            transfer: Arc::clone(&transfer),
+            peer,
+            flight,
+            reposted: false,
+            asks: false,
+        };
+        let (at, there) = (job.flight.local_slot, job.flight.remote_slot);
+        node.jobs.insert(id, job);
+        let what = format_args!("asks {id:?}: {opcode:?} {bytes} from slot {at}, {life:?} {there}");
+        self.say(from, what);
+        let Some(node) = self.node(from) else {
+            return false;
+        };
+        node.router.route(transfer);
+        self.settle(from);
+        true
+    }
+}
+
+impl Node {
+    /// Whom a transfer to that host reaches, if its record is known and offers memory.
+    fn to(&self, host: usize) -> Option<(PeerId, super::ledger::Life)> {
+        let peer = self.peers.peer(&name(host))?;
+        let known = self.known.get(&peer)?;
+        let record = self.peers.descriptor(&name(host))?;
+        let is_its = member(record).map(|member| super::link::life_of_instance(member.instance));
+        let offers = !record.buffers.is_empty() && is_its == Some(known.life);
+        offers.then_some((peer, known.life))
+    }
+}
