@@ -61,6 +61,7 @@ struct Shared {
 }
 
 /// Who runs jobs and destructions.
+#[cfg_attr(not(any(test, feature = "sim")), allow(dead_code))] // Only simulated ones take turns.
 enum Runner {
     /// A thread of its own.
     Thread(OnceLock<Thread>),
@@ -336,6 +337,7 @@ impl Shared {
         self.finish();
     }
 
+    #[cfg(any(test, feature = "ibv", feature = "sim"))]
     fn is_idle(&self) -> bool {
         self.urgent.is_empty() && self.doomed.is_empty() && self.jobs.is_empty()
     }
