@@ -16,7 +16,7 @@ use rerail_metadata::{
     Change, Follow, HttpStore, MetadataError, MetadataStore, Secret, StoreOptions,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 
 /// Longest time for anything here. The machine may be busy.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -268,24 +268,28 @@ async fn who_does_not_take_his_list_is_cut_off_and_others_get_theirs() {
     drop(silent);
 }
 
-/// Asks, and then takes 200 bytes a second for as long as the connection lives. Returns once the
-/// answer has begun.
+/// Asks, and then takes 4 kB a second for as long as the connection lives: of a small buffer, so
+/// that the kernel tells of each bit, and the server's kernel sees a client that lives. Returns
+/// once the answer has begun.
 async fn drip(address: SocketAddr, target: &str) -> tokio::task::JoinHandle<()> {
-    let mut stream = TcpStream::connect(address).await.expect("connects");
+    let socket = TcpSocket::new_v4().expect("a socket");
+    // The kernel's least.
+    socket.set_recv_buffer_size(1).expect("set");
+    let mut stream = socket.connect(address).await.expect("connects");
     let get = format!("GET {target} HTTP/1.1\r\nhost: h\r\n\r\n");
     stream.write_all(get.as_bytes()).await.expect("sent");
-    let mut buffer = [0; 50];
+    let mut buffer = [0; 400];
     let first = within("the answer's beginning", stream.read(&mut buffer)).await;
     assert!(first.expect("an answer") > 0);
     tokio::spawn(async move {
         while let Ok(1..) = stream.read(&mut buffer).await {
-            tokio::time::sleep(Duration::from_millis(250)).await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
         }
     })
 }
 
 #[tokio::test]
-async fn who_takes_a_few_bytes_a_second_holds_no_place_of_a_list() {
+async fn who_takes_a_little_at_a_time_holds_no_place_of_a_list() {
     let mut options = ServerOptions::default();
     options.limits.lists_max = 1;
     options.limits.request_time_max = Duration::from_secs(2);
@@ -304,16 +308,20 @@ async fn who_takes_a_few_bytes_a_second_holds_no_place_of_a_list() {
 }
 
 #[tokio::test]
-async fn who_takes_a_few_bytes_a_second_holds_no_connection() {
+async fn who_takes_a_little_at_a_time_holds_no_connection() {
     let mut options = ServerOptions::default();
     options.limits.connections_max = 1;
-    options.limits.idle_max = Duration::from_secs(1);
-    options.limits.request_time_max = Duration::from_secs(2);
+    options.limits.idle_max = Duration::from_secs(8);
+    options.limits.request_time_max = Duration::from_secs(4);
     let server = Server::start(options, None).await;
     let store = server.client();
-    let value: Bytes = vec![b'x'; 32 << 20].into();
-    until_up(|| store.put("long", value.clone(), None)).await;
-    // Begins once the one place is free.
+    let (length, value) = (16 << 20, "x".repeat(16 << 20));
+    let put = format!(
+        "PUT /metadata?key=long HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\
+         content-length: {length}\r\n\r\n{value}"
+    );
+    let stored = async { while status(server.address, &put).await != 200 {} };
+    within("the long value", stored).await;
     let dripping = drip(server.address, "/metadata?key=long").await;
     until_up(|| store.put("short", Bytes::new(), None)).await;
     dripping.abort();
