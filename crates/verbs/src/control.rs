@@ -46,7 +46,9 @@ struct Shared {
     jobs: ArrayQueue<Job>,
     /// Not bounded by itself: each live object gets here once, so the device's limits bound it.
     doomed: SegQueue<Doomed>,
-    runner: Runner,
+    /// `None` for a backend that has no threads: see [`Without`].
+    thread: Option<OnceLock<Thread>>,
+    without: Without,
     started: Instant,
     /// Nanoseconds after `started` at which the verb in progress began, plus one; 0 when idle.
     busy_since_ns: AtomicU64,
@@ -60,22 +62,18 @@ struct Shared {
     quarantined_bytes: AtomicU64,
 }
 
-/// Who runs jobs and destructions.
-#[cfg_attr(not(any(test, feature = "sim")), allow(dead_code))] // Only simulated ones take turns.
-enum Runner {
-    /// A thread of its own.
-    Thread(OnceLock<Thread>),
-    /// Whoever hands them over, at once: for a backend whose verbs cannot hang.
-    Caller,
-    /// Whoever calls [`ControlThread::turn`].
-    Turns,
+/// What happens where there is no thread.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+struct Without {
+    /// Jobs and destructions wait for their turn; else they run at once, on the caller.
+    turns: bool,
 }
 
 impl ControlThread {
     /// Starts the thread of one context of `device`.
     #[cfg(any(test, feature = "ibv", feature = "sim"))]
     pub(crate) fn spawn(device: &Arc<str>) -> Result<Self, VerbsError> {
-        let control = Self::new(device, Runner::Thread(OnceLock::new()));
+        let control = Self::new(device, Some(OnceLock::new()), Without::default());
         let shared = Arc::clone(&control.shared);
         // Linux shows the first 15 characters.
         let spawned = std::thread::Builder::new()
@@ -83,7 +81,7 @@ impl ControlThread {
             .spawn(move || shared.run());
         match spawned {
             Ok(handle) => {
-                if let Runner::Thread(slot) = &control.shared.runner {
+                if let Some(slot) = &control.shared.thread {
                     // Nothing else sets the slot.
                     let _ = slot.set(handle.thread().clone());
                 }
@@ -100,14 +98,14 @@ impl ControlThread {
     /// a backend whose verbs cannot hang and that must stay on one thread.
     #[cfg(any(test, feature = "sim"))]
     pub(crate) fn inline(device: &Arc<str>) -> Self {
-        Self::new(device, Runner::Caller)
+        Self::new(device, None, Without::default())
     }
 
     /// A control "thread" whose jobs and destructions wait for [`turn`](Self::turn): for a driver
     /// that steps many simulated threads.
     #[cfg(any(test, feature = "sim"))]
     pub(crate) fn in_turns(device: &Arc<str>) -> Self {
-        Self::new(device, Runner::Turns)
+        Self::new(device, None, Without { turns: true })
     }
 
     /// True for a handle to the same thread.
@@ -125,14 +123,15 @@ impl ControlThread {
     }
 
     #[cfg(any(test, feature = "ibv", feature = "sim"))]
-    fn new(device: &Arc<str>, runner: Runner) -> Self {
+    fn new(device: &Arc<str>, thread: Option<OnceLock<Thread>>, without: Without) -> Self {
         Self {
             shared: Arc::new(Shared {
                 device: Arc::clone(device),
                 urgent: ArrayQueue::new(JOBS_MAX),
                 jobs: ArrayQueue::new(JOBS_MAX),
                 doomed: SegQueue::new(),
-                runner,
+                thread,
+                without,
                 started: Instant::now(),
                 busy_since_ns: AtomicU64::new(0),
                 allowed_ns: AtomicU64::new(0),
@@ -249,7 +248,7 @@ impl ControlThread {
 
     /// Hands an object over for destruction. Never blocks on the thread, never fails.
     pub(crate) fn destroy(&self, doomed: Doomed) {
-        if let Runner::Caller = self.shared.runner {
+        if self.shared.runs_at_once() {
             self.shared.run_doomed(doomed);
             return;
         }
@@ -282,7 +281,7 @@ impl ControlThread {
         if self.shared.closed.load(Ordering::SeqCst) {
             return Err(closed());
         }
-        if let Runner::Caller = self.shared.runner {
+        if self.shared.runs_at_once() {
             self.shared.run_job(job);
             return Ok(());
         }
@@ -316,9 +315,7 @@ impl fmt::Debug for ControlThread {
 impl Shared {
     fn wake(&self) {
         // Before the slot is set the thread has not parked for the last time: `spawn` wakes it.
-        if let Runner::Thread(slot) = &self.runner
-            && let Some(thread) = slot.get()
-        {
+        if let Some(thread) = self.thread.as_ref().and_then(OnceLock::get) {
             thread.unpark();
         }
     }
@@ -326,7 +323,7 @@ impl Shared {
     /// Body of the thread.
     #[cfg(any(test, feature = "ibv", feature = "sim"))]
     fn run(&self) {
-        if let Runner::Thread(slot) = &self.runner {
+        if let Some(slot) = &self.thread {
             let _ = slot.set(std::thread::current());
         }
         while self.step() {
@@ -342,6 +339,10 @@ impl Shared {
         self.urgent.is_empty() && self.doomed.is_empty() && self.jobs.is_empty()
     }
 
+    fn runs_at_once(&self) -> bool {
+        self.thread.is_none() && !self.without.turns
+    }
+
     /// The device is closed.
     fn finish(&self) {
         self.closed.store(true, Ordering::SeqCst);
@@ -353,7 +354,7 @@ impl Shared {
     /// Runs the next job or destruction on the caller, where that is how it is done.
     #[cfg(any(test, feature = "sim"))]
     fn turn(&self) -> bool {
-        let runs = matches!(self.runner, Runner::Turns) && !self.is_idle();
+        let runs = self.without.turns && !self.is_idle();
         if runs && !self.step() {
             self.finish();
         }
@@ -402,7 +403,7 @@ impl Shared {
                 "the device refused to destroy an object; it is leaked"
             );
         }
-        if last && matches!(self.runner, Runner::Caller) {
+        if last && self.runs_at_once() {
             self.finish();
         }
         !last

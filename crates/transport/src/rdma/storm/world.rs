@@ -504,9 +504,9 @@ impl World {
                     }
                 }
             }
-            // One for each pair of NICs, whichever end opened it. Ends of a process that died before
-            // anybody had read its record may be left over: see ARCHITECTURE, "What does not hold
-            // yet".
+            // One for each pair of NICs, whichever end opened it. Ends of a process that died
+            // before anybody had read its record may be left over: see ARCHITECTURE, "What does
+            // not hold yet".
             let pairs = (self.hosts.len() - 1) * node.ports.len() * node.ports.len();
             let ends = node.connector.endpoints();
             if ends < pairs {
