@@ -311,7 +311,7 @@ async fn who_takes_a_little_at_a_time_holds_no_place_of_a_list() {
 async fn who_takes_a_little_at_a_time_holds_no_connection() {
     let mut options = ServerOptions::default();
     options.limits.connections_max = 1;
-    options.limits.idle_max = Duration::from_secs(8);
+    options.limits.idle_max = Duration::from_secs(20);
     options.limits.request_time_max = Duration::from_secs(4);
     let server = Server::start(options, None).await;
     let store = server.client();
