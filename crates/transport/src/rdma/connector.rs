@@ -22,7 +22,7 @@ use super::nic::Nic;
 use super::nics::{Nics, Seat};
 use super::opening::Opening;
 use super::outside::{Outside, Tasks};
-use super::paths::Paths;
+use super::paths::{Paths, Row};
 use super::rail::Rail;
 use super::signaling::Signaling;
 use super::transfer::Transfer;
@@ -368,6 +368,17 @@ impl Connector {
         };
         let here = here.flat_map(|(_, here)| here);
         here.map(close).filter(|closing| *closing).count()
+    }
+
+    /// The GID table of a NIC was read. Endpoints whose own row, other than the port's choice, does
+    /// not hold their GID any more are closed; those on the port's choice follow the observer.
+    pub(super) fn table_read(&self, local: LocalNic, rows: &Arc<[Row]>) {
+        let table = self.table();
+        let here = table.current.iter().filter(|((nic, _), _)| *nic == local.0);
+        for current in here.flat_map(|(_, here)| here) {
+            // One that is gone needs no closing.
+            let _ = current.mailbox.send(Mail::TableRead(Arc::clone(rows)));
+        }
     }
 
     /// A device reported an event of a queue pair: the endpoint that it belongs to, and no other,

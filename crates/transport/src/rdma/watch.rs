@@ -32,12 +32,14 @@ use super::memory::Registrations;
 use super::nic::{Nic, PortFacts};
 use super::nics::Nics;
 use super::opening::Opening;
+use super::paths::Row;
 use super::router::Router;
 use crate::TransportError;
 use crate::event::{Event, Events};
 use crate::machine::ids::LocalNic;
 use crate::machine::observer::{
-    self, Action, CloseCause, DeathCause, Input, Observer, ObserverConfig, Outcome, ReadId,
+    self, Action, CloseCause, DeathCause, Input, Observer, ObserverConfig, Outcome, PortReading,
+    ReadId,
 };
 use crate::machine::rail::LocalGate;
 use crate::machine::{Machine, Time, drive};
@@ -367,6 +369,7 @@ impl Watcher {
                 read,
                 result,
             } => {
+                let rows = result.as_ref().ok().and_then(rows_of);
                 let result = result.map_err(|error| failure(&error));
                 let input = Input::PortRead {
                     epoch,
@@ -375,6 +378,12 @@ impl Watcher {
                 };
                 if let Some(entry) = self.entries.get_mut(nic) {
                     entry.observer.handle(now, input);
+                    let local = entry.nic.index();
+                    // What the observer closes for this reading is closed first.
+                    self.drive(now, nic);
+                    if let Some(rows) = rows {
+                        self.parts.connector.table_read(local, &rows);
+                    }
                 }
             }
         }
@@ -625,6 +634,15 @@ fn read_in_pool(
             result,
         });
     });
+}
+
+/// The rows of a table that was read whole. One that was not says nothing of what is missing.
+fn rows_of(reading: &PortReading) -> Option<Arc<[Row]>> {
+    let rows = reading.gids.iter().map(|entry| Row {
+        index: entry.index,
+        gid: entry.gid,
+    });
+    reading.unreadable.is_empty().then(|| rows.collect())
 }
 
 fn report(parts: &Parts, nic: &str, now: Time, outcome: &Outcome) {

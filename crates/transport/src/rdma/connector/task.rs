@@ -35,6 +35,8 @@ const CPP_CLOSED: &str = "QP count mismatch";
 pub(super) enum Mail {
     /// An input of the machine.
     Input(Input),
+    /// The NIC's GID table, as it has just been read.
+    TableRead(Arc<[Row]>),
     /// Queue pairs were made, or not.
     Prepared(Result<Prepared, String>),
     /// Queue pairs were connected, or not.
@@ -171,6 +173,7 @@ impl EndpointTask {
                 | Mail::Prepared(_)
                 | Mail::Raised(_)
                 | Mail::WereInError
+                | Mail::TableRead(_)
                 | Mail::QueuePairEvent(..) => {}
             }
         }
@@ -218,6 +221,13 @@ impl EndpointTask {
                 }
             }
             Mail::WereInError => self.were_in_error(),
+            Mail::TableRead(table) => {
+                if let Some(gone) = self.own_row().filter(|row| !table.contains(row)) {
+                    let reason = format!("its own GID {} has left its row", gone.gid);
+                    let cause = CloseCause::Withdrawn(reason);
+                    self.machine.handle(now, Input::Close(cause));
+                }
+            }
             Mail::Drained(held) => {
                 self.held.extend(held);
                 self.machine.handle(now, Input::Drained);
@@ -640,6 +650,14 @@ impl EndpointTask {
 
     fn paths(&self) -> MutexGuard<'_, Paths> {
         self.connector.paths()
+    }
+
+    /// The row that it uses, if that is another one than the port's choice.
+    fn own_row(&self) -> Option<Row> {
+        let gid = self.own_gid()?;
+        let choice = self.nic.facts().map(|facts| facts.gid.gid);
+        let own = self.rows.iter().find(|row| row.gid == gid);
+        own.filter(|row| choice != Some(row.gid)).copied()
     }
 
     fn own_gid(&self) -> Option<Gid> {

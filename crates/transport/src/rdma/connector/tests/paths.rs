@@ -5,7 +5,7 @@ use rerail_verbs::{Gid, Mtu};
 
 use super::*;
 use crate::machine::ids::PeerId;
-use crate::rdma::paths::Doubt;
+use crate::rdma::paths::{Doubt, Row};
 use crate::rdma::rail::Peer;
 use crate::rdma::rig::LIMIT;
 use crate::rdma::{PeerNic, PeerSpec, RdmaTransport};
@@ -64,6 +64,35 @@ fn a_peer_with_ipv6_alone_is_reached_from_the_own_ipv6() {
     Move::all(&a, &peer, &source, &target).run().expect("moved");
     assert_eq!(asked_with(&rig), [gid("fd00::1")]);
     assert_eq!(peer.rails()[0].stats().errors, 0);
+}
+
+#[test]
+fn an_own_gid_beside_the_ports_choice_that_goes_takes_its_endpoints_with_it() {
+    let rig = rig(34, 1);
+    rig.fabric.add_address(rig.port(0, 0), address("fd00::1"));
+    rig.fabric.add_address(rig.port(1, 0), address("fd00::2"));
+    rig.fabric
+        .delete_address(rig.port(1, 0), address("10.0.1.1"));
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move::all(&a, &peer, &source, &target);
+    write.run().expect("moved");
+    let row = |index, text| Row {
+        index,
+        gid: gid(text),
+    };
+    let choice = row(1, "10.0.0.1");
+    let local = a.nics()[0].index();
+    rig.fabric
+        .delete_address(rig.port(0, 0), address("fd00::1"));
+    rig.fabric.add_address(rig.port(0, 0), address("fd00::3"));
+    let read: Arc<[Row]> = Arc::new([choice, row(2, "fd00::3")]);
+    a.connector().table_read(local, &read);
+    wait_until("connected again", || asked(&rig).len() > 1);
+    assert_eq!(asked_with(&rig)[1], gid("fd00::3"));
+    write.run().expect("moved again");
+    assert_eq!(asked(&rig).len(), 2, "cut once more than needed");
 }
 
 #[test]
