@@ -118,15 +118,21 @@ fn threads(name: &str) -> usize {
 fn a_device_whose_reading_hangs_is_not_opened_again_before_that_has_ended() {
     const HANG: Duration = Duration::from_secs(4);
     let rig = rig(3, 1);
+    // A name that no other test of the process gives its threads.
+    let address = "10.0.0.9".parse().expect("an address");
+    let options = rerail_verbs::sim::NicOptions::ethernet("hangs0", address);
+    let device = rig.fabric.add_nic(rig.hosts[0].0, &options);
     let transport = rig.transport(0, "a1");
-    let nic = Arc::clone(&transport.nics()[0]);
+    let nics = transport.nics();
+    let nic = nics.iter().find(|nic| nic.device() == "hangs0");
+    let nic = Arc::clone(nic.expect("taken in"));
     let begin = std::time::Instant::now();
-    rig.fabric.hang_control(rig.hosts[0].1[0], HANG);
+    rig.fabric.hang_control(device, HANG);
     let listener = Arc::new(Published::default());
     let started = transport.observe(listener, Events::default());
     started.expect("a thread");
     while begin.elapsed() < HANG {
-        let hanging = threads("ctl-sim0");
+        let hanging = threads("ctl-hangs0");
         if begin.elapsed() < HANG {
             // Each try to open it would be one more that hangs.
             assert!(hanging <= 1, "{hanging} threads");
