@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use rerail_transport::machine::ids::{LocalNic, RegionId};
 use rerail_transport::machine::publisher::KeyPair;
@@ -152,6 +153,8 @@ enum State {
     Entered(Arc<Region>, usize),
     /// Devices are letting go of it.
     Leaving(Holders),
+    /// The same of a registration that failed: nobody is about to unregister it.
+    Failed(Holders),
 }
 
 impl Slot {
@@ -159,7 +162,9 @@ impl Slot {
         let what = match self.state {
             State::Reserved => ", which are being registered",
             State::Entered(..) => "",
-            State::Leaving(_) => ", which a device has not let go of",
+            State::Leaving(_) | State::Failed(_) => {
+                ", which a device has not let go of: try again once it has"
+            }
         };
         format!("{} bytes at {addr:#x}{what}", self.length)
     }
@@ -176,7 +181,7 @@ impl Registry {
     pub(crate) fn regions(&self) -> impl Iterator<Item = &Region> {
         self.slots.values().filter_map(|slot| match &slot.state {
             State::Entered(region, _) => Some(&**region),
-            State::Reserved | State::Leaving(_) => None,
+            State::Reserved | State::Leaving(_) | State::Failed(_) => None,
         })
     }
 
@@ -196,14 +201,20 @@ impl Registry {
             *count += 1;
             return Ok(Admission::Counted);
         }
-        let before = self.slots.range(..addr.saturating_add(length)).next_back();
-        if let Some((other, slot)) = before
+        // Each turn returns, or removes one.
+        while let Some((&other, slot)) = self.slots.range(..addr.saturating_add(length)).next_back()
             && other + slot.length > addr
         {
+            if let State::Failed(holders) = &slot.state
+                && holders.wait_gone(Duration::ZERO).is_ok()
+            {
+                self.slots.remove(&other);
+                continue;
+            }
             return Err(EngineError::Overlap {
                 addr,
                 length,
-                other: slot.describe(*other),
+                other: slot.describe(other),
             });
         }
         let state = State::Reserved;
@@ -226,12 +237,12 @@ impl Registry {
     }
 
     /// Gives up a reservation of memory that devices may still hold. The range stays taken until
-    /// it is removed and [freed](Self::free).
+    /// they have let go of it.
     pub(crate) fn cancel_held(&mut self, addr: u64, holders: Holders) {
         if let Some(slot) = self.slots.get_mut(&addr)
             && let State::Reserved = slot.state
         {
-            slot.state = State::Leaving(holders);
+            slot.state = State::Failed(holders);
         }
     }
 
@@ -244,7 +255,9 @@ impl Registry {
                 length: 0,
                 nearest,
             }),
-            Some(State::Leaving(holders)) => Ok(Removal::Leaving(holders.clone())),
+            Some(State::Leaving(holders) | State::Failed(holders)) => {
+                Ok(Removal::Leaving(holders.clone()))
+            }
             Some(State::Entered(_, count)) if *count > 1 => {
                 *count -= 1;
                 Ok(Removal::Counted)
@@ -260,11 +273,13 @@ impl Registry {
                         }
                         region.holders()
                     }
-                    State::Reserved | State::Leaving(_) => Holders::default(),
+                    State::Reserved | State::Leaving(_) | State::Failed(_) => Holders::default(),
                 };
                 match std::mem::replace(state, State::Leaving(holders.clone())) {
                     State::Entered(region, _) => Ok(Removal::Last(region, holders)),
-                    State::Reserved | State::Leaving(_) => Ok(Removal::Leaving(holders)),
+                    State::Reserved | State::Leaving(_) | State::Failed(_) => {
+                        Ok(Removal::Leaving(holders))
+                    }
                 }
             }
         }
@@ -272,7 +287,8 @@ impl Registry {
 
     /// Frees the range of a registration that was removed and that no device holds any more.
     pub(crate) fn free(&mut self, addr: u64) {
-        if let Some(State::Leaving(_)) = self.slots.get(&addr).map(|slot| &slot.state) {
+        let state = self.slots.get(&addr).map(|slot| &slot.state);
+        if let Some(State::Leaving(_) | State::Failed(_)) = state {
             self.slots.remove(&addr);
         }
     }
@@ -413,6 +429,17 @@ mod tests {
             Ok(Removal::Leaving(_))
         ));
         registry.free(memory.addr());
+        assert!(register(&mut registry, &memory).expect("free again"));
+    }
+
+    #[test]
+    fn a_range_whose_registration_failed_is_free_once_devices_have_let_go_of_it() {
+        let mut registry = Registry::default();
+        let memory = memory(1);
+        let options = MemoryOptions::default();
+        assert!(registry.admit(&memory, &options).is_ok());
+        // By now nobody holds it.
+        registry.cancel_held(memory.addr(), Holders::default());
         assert!(register(&mut registry, &memory).expect("free again"));
     }
 

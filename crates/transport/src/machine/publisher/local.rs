@@ -48,7 +48,8 @@ pub enum Edit {
         /// Bytes.
         length: u64,
         /// One pair a NIC, in the order in which the NICs were given. NICs behind the last of them
-        /// have none yet: their keys come with [`Rekey`](Self::Rekey).
+        /// have none yet, and pairs of a NIC that is still being taken in are left out: those keys
+        /// come with [`Rekey`](Self::Rekey).
         keys: Vec<KeyPair>,
     },
     /// There is one more NIC, of which nothing is known yet: it counts as down.
@@ -100,14 +101,6 @@ pub enum EditError {
     Order {
         /// Its number.
         local: u32,
-        /// NICs there are.
-        nics: usize,
-    },
-    /// A registration brings more keys than there are NICs.
-    #[error("{keys} key pairs for {nics} NICs")]
-    Keys {
-        /// Pairs given.
-        keys: usize,
         /// NICs there are.
         nics: usize,
     },
@@ -201,12 +194,6 @@ impl LocalRecord {
                 length,
                 mut keys,
             } => {
-                if keys.len() > self.nics.len() {
-                    return Err(EditError::Keys {
-                        keys: keys.len(),
-                        nics: self.nics.len(),
-                    });
-                }
                 if self.buffers.contains_key(&region) {
                     return Err(EditError::Duplicate(region.0));
                 }
