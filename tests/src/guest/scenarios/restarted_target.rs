@@ -19,9 +19,9 @@ pub(super) const SCENARIO: Scenario = Scenario {
 };
 
 const BUFFER_BYTES: u64 = 16 << 20;
-/// How long after the new record was seen all requests to the dead process have ended, but for those
-/// of which work was in flight when its rails failed: a dead process confirms no fence, so that they
-/// end when the two seconds are over that a packet may live.
+/// How long after the new record was seen all requests to the dead process have ended, but for
+/// those of which work was in flight when its rails failed: a dead process confirms no fence, so
+/// that they end when the two seconds are over that a packet may live.
 const ENDED_WITHIN_MS: f64 = 1_000.0;
 const FENCED_WITHIN_MS: f64 = 2_000.0 + ENDED_WITHIN_MS;
 
