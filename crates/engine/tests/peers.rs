@@ -361,7 +361,7 @@ fn a_handshake_on_a_withdrawn_nic_is_refused_with_a_reason_until_it_is_back() {
         let answer = runtime.block_on(client.connection(&place, &message));
         answer.map_err(|error| error.to_string())
     };
-    ask("sim1", 100).expect("nothing speaks against it");
+    until("the NIC has been read", || ask("sim1", 100).is_ok());
     rig.fabric.port_down(rig.port(1, 1));
     let mut refused = String::new();
     until("the NIC is withdrawn", || {
