@@ -29,9 +29,8 @@ const RATE_OVER: Duration = Duration::from_millis(500);
 /// What the other NIC must keep of its throughput. The target is 0.95, on a machine that does
 /// nothing else; the emulated one shares its processors with whatever runs beside it.
 const KEPT_MIN: f64 = 0.5;
-/// The longest stall. The target is 1.5 s; how long a silent path is given depends on the measured
-/// rate, which is low on emulated processors.
-const STALL_MAX: Duration = Duration::from_millis(2_500);
+/// The longest stall.
+const STALL_MAX: Duration = Duration::from_millis(1_500);
 
 fn body() -> Result<()> {
     let dir = TempDir::new()?;
