@@ -461,6 +461,9 @@ impl Registrations {
         let position = nic.index().0 as usize;
         let registered = self.complete(nic, opening, taken);
         if registered.is_err() {
+            // First, so that no region of it is entered that comes late: the position may be
+            // another device's by then.
+            nic.give_up(opening);
             for memory in self.listed() {
                 for chunk in &memory.chunks {
                     chunk.withdraw(position, |number| number == opening.number());

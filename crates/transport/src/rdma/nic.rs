@@ -243,6 +243,14 @@ impl Nic {
         }
     }
 
+    /// Lets go of an opening that came to nothing, if it is the present one.
+    pub(super) fn give_up(&self, opening: &Opening) {
+        let present = self.opening();
+        if present.is_some_and(|present| present.number() == opening.number()) {
+            self.release();
+        }
+    }
+
     /// The devices of the machine as they are now.
     pub(super) fn relist(&self) -> Result<DeviceList, TransportError> {
         Ok(self.device.relist()?)

@@ -278,6 +278,7 @@ impl Drop for RdmaTransport {
 
 #[cfg(test)]
 mod tests {
+    use super::super::nic::{Nic, PortWish};
     use super::super::rig::{KIB, LIMIT, Move, peer_of, registered, rig, wait_until};
     use super::*;
 
@@ -347,5 +348,34 @@ mod tests {
             .expect("no panic")
             .expect_err("it hangs too long");
         assert_eq!(failed.holders.wait_gone(LIMIT), Ok(()), "{}", failed.error);
+    }
+
+    #[test]
+    fn a_region_that_comes_after_its_nic_was_given_up_is_not_the_next_ones() {
+        const HANG: Duration = Duration::from_secs(12);
+        let rig = rig(6, 1);
+        let transport = rig.transport(0, "a1");
+        let memory = registered(&transport, 64 * KIB);
+        let address = "10.0.0.9".parse().expect("an address");
+        let options = rerail_verbs::sim::NicOptions::ethernet("late0", address);
+        let late = rig.fabric.add_nic(rig.hosts[0].0, &options);
+        let devices = transport.nics()[0].relist().expect("they can be listed");
+        let device = devices.find("late0").expect("it is there").clone();
+        let (local, config) = (LocalNic(1), &transport.config);
+        let nic = Nic::open(local, &device, 1, "late0", config, PortWish::Any).expect("open");
+        let nic = Arc::new(nic);
+        let opening = nic.opening().expect("open");
+        rig.fabric.hang_control(late, HANG);
+        let taken = || panic!("it does not have the memory");
+        let registered = transport.registrations.register_all(&nic, &opening, taken);
+        assert!(registered.is_err(), "it hangs");
+        let control = opening.context().control();
+        assert!(control.stuck_for().is_some(), "it hangs still");
+        wait_until("the device has come to it", || {
+            control.stuck_for().is_none()
+        });
+        control.execute(|| ()).expect("it works again");
+        let rkeys = &memory.keys()[0].rkeys;
+        assert!(rkeys.get(1).is_none_or(|key| *key == 0), "{rkeys:?}");
     }
 }

@@ -133,17 +133,11 @@ impl Finder {
         nic.set_gate(false);
         let nic = Arc::new(nic);
         let opening = nic.open_device()?;
-        let registered = self.registrations.register_all(&nic, &opening, || {
+        self.registrations.register_all(&nic, &opening, || {
             let inbox = self.threads.serve(&nic)?;
             self.listener.adding(local, nic.name());
             self.nics.push(Arc::clone(&nic), inbox)
-        });
-        if let Err(error) = registered {
-            // A region that comes late must not be entered: the next try has the same position.
-            nic.release();
-            self.registrations.release(&nic);
-            return Err(error);
-        }
+        })?;
         self.router.nic_added(local);
         self.listener.added(&self.nics);
         self.listener.rekeyed(local);
