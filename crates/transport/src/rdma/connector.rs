@@ -451,6 +451,29 @@ impl Connector {
         self.table().peer_psns.insert(key, psn);
     }
 
+    /// The process `instance` speaks at `peer_path`: ends of earlier ones of its server name, which
+    /// may have died without a word, are closed on every NIC. Instances are UUIDv7, so that the
+    /// greater one is the later one; whatever is none closes nothing.
+    fn outdate(&self, peer_path: &str, instance: &str) {
+        let is_ordered =
+            |id: &str| id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+        if !is_ordered(instance) {
+            return;
+        }
+        let server = server_of(peer_path);
+        let table = self.table();
+        let places = table.current.iter();
+        let of_server = places.filter(|((_, path), _)| server_of(path) == server);
+        for current in of_server.flat_map(|(_, here)| here) {
+            let known = current.peer_instance.as_deref();
+            if known.is_some_and(|known| is_ordered(known) && known < instance) {
+                let close = Input::Close(CloseCause::PeerRebuilt);
+                // One that is gone needs no closing.
+                let _ = current.mailbox.send(Mail::Input(close));
+            }
+        }
+    }
+
     /// The endpoint begins to close: the next request or rail gets another one.
     fn retire(&self, nic: &Nic, peer_path: &str, key: EndpointKey) {
         let mut table = self.table();
@@ -506,6 +529,11 @@ impl Connector {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The server name in a NIC path.
+fn server_of(path: &str) -> &str {
+    path.split_once('@').map_or(path, |(server, _)| server)
 }
 
 /// Whether a path has the form `server@device`.

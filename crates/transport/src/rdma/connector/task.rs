@@ -23,7 +23,7 @@ use super::super::paths::{Doubt, MTU_SAFE, Paths, Row, Way};
 use super::super::rail::Rail;
 use super::super::signaling::SignalError;
 use super::super::transfer::Transfer;
-use super::{Answer, Connector, Mailbox, order};
+use super::{Answer, Connector, Mailbox, order, server_of};
 use crate::machine::rail::ProbeKind;
 use crate::machine::verdict::{RequestFault, Verdict, verdict};
 use crate::machine::{Machine, Time};
@@ -243,6 +243,9 @@ impl EndpointTask {
             Action::Raise(peer) => {
                 if let Some(psn) = peer.psn {
                     self.connector.heard(self.key, psn);
+                }
+                if let Some(instance) = &peer.instance {
+                    self.connector.outdate(&self.peer_path, instance);
                 }
                 self.raise(peer);
             }
@@ -494,12 +497,7 @@ impl EndpointTask {
         F: FnOnce(Result<Offer, SignalError>) -> Option<Input> + Send + 'static,
     {
         let shared = &self.connector.shared;
-        let server = self
-            .peer_path
-            .split('@')
-            .next()
-            .unwrap_or_default()
-            .to_owned();
+        let server = server_of(&self.peer_path).to_owned();
         let (permits, mailbox) = (self.connector.permits(&server), self.mailbox.clone());
         let signaling = Arc::clone(&shared.signaling);
         let limit = shared.config.limits.connect;

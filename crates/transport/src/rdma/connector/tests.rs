@@ -186,6 +186,32 @@ fn strangers_get_a_bounded_number_of_endpoints() {
 }
 
 #[test]
+fn x04_ends_of_a_process_that_died_unread_go_when_its_successor_speaks_on_any_nic() {
+    let rig = rig(35, 2);
+    let b = rig.transport(1, "b1");
+    let accept = |offer: Offer| rig.runtime.block_on(b.connector().accept(offer));
+    let of = |instance: u8, nic: usize, server: &str, qp_num: u32| Offer {
+        instance: Some(format!("{instance:032x}")),
+        ..request(
+            &format!("{server}@sim{nic}"),
+            &b.identity().path(&b.nics()[nic]),
+            qp_num,
+        )
+    };
+    accept(of(5, 0, "host0", 100)).expect("it is alive");
+    accept(of(5, 0, "other", 200)).expect("another server");
+    assert_eq!(b.connector().endpoints(), 2);
+    // An earlier one that is late takes nothing away.
+    accept(of(4, 1, "host0", 300)).expect("nothing speaks against it");
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(b.connector().endpoints(), 3);
+    accept(of(6, 1, "host0", 400)).expect("the successor");
+    wait_until("its predecessors' ends are gone", || {
+        b.connector().endpoints() == 2
+    });
+}
+
+#[test]
 fn permits_for_servers_that_nobody_talks_to_are_forgotten() {
     let rig = rig(6, 1);
     let a = rig.transport(0, "a1");

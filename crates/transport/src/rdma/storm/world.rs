@@ -504,12 +504,10 @@ impl World {
                     }
                 }
             }
-            // One for each pair of NICs, whichever end opened it. Ends of a process that died
-            // before anybody had read its record may be left over: see ARCHITECTURE, "What does
-            // not hold yet".
+            // One for each pair of NICs, whichever end opened it.
             let pairs = (self.hosts.len() - 1) * node.ports.len() * node.ports.len();
             let ends = node.connector.endpoints();
-            if ends < pairs {
+            if ends != pairs {
                 return Some(format!("n{at} has {ends} ends for {pairs} pairs of NICs"));
             }
         }
