@@ -148,6 +148,13 @@ impl Ledger {
         Some(flight)
     }
 
+    /// Whether so many `slots` of each process's memory can be taken.
+    pub(super) fn has_room(&self, slots: usize) -> bool {
+        let is_free = |slot: &&Slot| matches!(slot, Slot::Free);
+        let mut all = self.slots.values();
+        all.all(|(_, of)| of.iter().skip(1).filter(is_free).count() >= slots)
+    }
+
     fn put(&self, life: Life, slot: usize, bytes: &[u8]) {
         let (memory, _) = &self.slots[&life];
         memory.copy_in(slot * SLOT_BYTES, bytes).expect("inside");
