@@ -108,8 +108,7 @@ impl ControlThread {
         Self::new(device, None, Without { turns: true })
     }
 
-    /// True for a handle to the same thread.
-    #[cfg(any(test, feature = "sim"))]
+    /// True for a handle to the same thread, and so to the same opening of a device.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }

@@ -198,7 +198,8 @@ impl Connector {
         };
         let nic = &seat.nic;
         let mut table = self.table();
-        let place = (local, rail.peer_nic().path.clone());
+        let peer_nic = rail.peer_nic();
+        let place = (local, peer_nic.path.clone());
         let instance = rail.instance().map(str::to_owned);
         if let Some(current) = table.current(&place, &instance) {
             rail.set_endpoint(current.key);
@@ -218,10 +219,10 @@ impl Connector {
         };
         let parties = Parties {
             local_path: self.shared.identity.path(nic),
-            peer_path: rail.peer_nic().path.clone(),
+            peer_path: peer_nic.path.clone(),
             instance: self.shared.identity.instance.clone(),
             peer_instance: instance,
-            fallback: Some((rail.peer_nic().gid, rail.peer_nic().lid)),
+            fallback: Some((peer_nic.gid, peer_nic.lid)),
         };
         let mailbox = self.spawn(&mut table, seat, opening, parties);
         rail.set_endpoint(table.last_key);

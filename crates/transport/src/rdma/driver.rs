@@ -458,7 +458,7 @@ impl Driver {
                 }
                 continue;
             }
-            let peer_nic = lane.rail.peer_nic().index;
+            let peer_nic = lane.rail.id().peer.nic;
             let Some(mut request) = work_request(&transfer, slice, self.nic.index().0, peer_nic)
             else {
                 let error = TransferError::NoPath {

@@ -174,6 +174,14 @@ impl RailKeeper {
         self.touched.notify_one();
     }
 
+    /// A local NIC's port has another speed, and all else as before.
+    pub(super) fn local_port(&self, local: LocalNic) {
+        if let Some(nic) = self.nics.at(local) {
+            self.book().declare_again(self.clock.now(), nic);
+            self.touched.notify_one();
+        }
+    }
+
     /// There is one more local NIC, whose gate is closed.
     pub(super) fn nic_added(&self, local: LocalNic) {
         let now = self.clock.now();
@@ -191,11 +199,19 @@ impl RailKeeper {
         self.touched.notify_one();
     }
 
-    /// A peer has these NICs now, the first of which it had before; of the new ones those of `down`
-    /// are withdrawn.
+    /// A peer has these NICs now, the first of which it had before, perhaps with other addresses;
+    /// of the new ones those of `down` are withdrawn.
     pub(super) fn peer_grown(&self, peer: &Arc<Peer>, nics: &[PeerNic], down: &[u32]) {
         let now = self.clock.now();
         let mut book = self.book();
+        for rail in peer.readdress(nics) {
+            // One that is not known here is told when it is declared.
+            if let Some(nic) = self.nics.at(rail.id().local)
+                && book.rails.contains_key(&rail.id())
+            {
+                book.set_traits(now, &rail, nic);
+            }
+        }
         let new = peer.grow(&self.nics.names(), nics);
         if new.is_empty() || !book.peers.contains_key(&peer.id()) {
             return;
@@ -210,7 +226,7 @@ impl RailKeeper {
         // at one position belong together.
         let locals = self.nics.len().max(1);
         for rail in &new {
-            let (local, at) = (rail.id().local.0 as usize, rail.peer_nic().index as usize);
+            let (local, at) = (rail.id().local.0 as usize, rail.peer_position());
             if at % locals == local && !rail.set_wanted(true) {
                 book.apply(now, Input::Wanted { rail: rail.id() });
             }
@@ -560,7 +576,7 @@ impl Book {
         let facts = nic.facts();
         let facts = facts.as_deref();
         let traits = RailTraits {
-            same_subnet: facts.is_some_and(|facts| is_same_subnet(facts, rail.peer_nic())),
+            same_subnet: facts.is_some_and(|facts| is_same_subnet(facts, &rail.peer_nic())),
             speed_mbps: facts.map_or(0, |facts| facts.speed_mbps),
         };
         rail.set_traits(traits);

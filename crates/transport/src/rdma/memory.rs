@@ -303,7 +303,6 @@ struct Holding {
 #[derive(Debug)]
 struct Holder {
     nic: String,
-    opening: u32,
     control: ControlThread,
     /// A job behind the destruction of all regions, once one was submitted.
     barrier: Option<Pending<()>>,
@@ -311,15 +310,15 @@ struct Holder {
 
 impl Holding {
     fn asked(&self, nic: &str, opening: &Opening) {
-        let number = opening.number();
+        let control = opening.context().control();
         let mut devices = self.lock();
         devices.retain(|holder| !holder.control.is_closed());
-        let mut known = devices.iter();
-        if !known.any(|holder| (holder.nic.as_str(), holder.opening) == (nic, number)) {
+        // By its thread, which no other opening has: a device that went and one that came in its
+        // place may have the same name, and openings of the same number.
+        if !devices.iter().any(|holder| holder.control.is_same(control)) {
             devices.push(Holder {
                 nic: nic.to_owned(),
-                opening: number,
-                control: opening.context().control().clone(),
+                control: control.clone(),
                 barrier: None,
             });
         }
@@ -459,7 +458,8 @@ impl Registrations {
         taken: impl FnOnce() -> Result<(), TransportError>,
     ) -> Result<(), TransportError> {
         let position = nic.index().0 as usize;
-        let registered = self.complete(nic, opening, taken);
+        // Under the lock: memory that is listed after this finds the device open.
+        let registered = self.complete(nic, opening).and_then(|_listed| taken());
         if registered.is_err() {
             // First, so that no region of it is entered that comes late: the position may be
             // another device's by then.
@@ -473,12 +473,13 @@ impl Registrations {
         registered
     }
 
+    /// Registers everything that is listed with a device. Nothing is missing at the end, nor is it
+    /// later for as long as the list is held, which is returned.
     fn complete(
         &self,
         nic: &Arc<Nic>,
         opening: &Opening,
-        taken: impl FnOnce() -> Result<(), TransportError>,
-    ) -> Result<(), TransportError> {
+    ) -> Result<MutexGuard<'_, Vec<Weak<Inner>>>, TransportError> {
         let position = nic.index().0 as usize;
         for _ in 0..PASSES_MAX {
             let all = self.lock();
@@ -488,8 +489,7 @@ impl Registrations {
             });
             let lacking: Vec<_> = lacking.cloned().collect();
             if lacking.is_empty() {
-                // Under the lock: memory that is listed after this finds the device open.
-                return taken();
+                return Ok(all);
             }
             drop(all);
             for memory in lacking {
@@ -527,5 +527,40 @@ fn register_one(
         };
         asked.wait()?;
         chunk += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::nic::PortWish;
+    use super::super::rig::{registered, rig};
+    use super::*;
+    use crate::machine::ids::LocalNic;
+
+    #[test]
+    fn two_devices_of_one_name_at_one_position_both_hold_what_they_registered() {
+        let rig = rig(7, 1);
+        let transport = rig.transport(0, "a1");
+        let memory = registered(&transport, 4096);
+        let devices = transport.nics()[0].relist().expect("they can be listed");
+        let device = devices.find("sim0").expect("it is there");
+        // One that went, and lives on in what holds it, and one that came in its place.
+        let taken_in = || {
+            let (local, config) = (LocalNic(1), transport.config());
+            let nic = Nic::open(local, device, 1, "late0", config, PortWish::Any);
+            let nic = Arc::new(nic.expect("open"));
+            let opening = nic.opening().expect("open");
+            memory
+                .inner
+                .ask(0, &nic, &opening)
+                .expect("room")
+                .wait()
+                .expect("registered");
+            (nic, opening)
+        };
+        let (_gone, _come) = (taken_in(), taken_in());
+        let devices = memory.inner.trace.0.lock();
+        let names: Vec<_> = devices.iter().map(|holder| holder.nic.as_str()).collect();
+        assert_eq!(names, ["sim0", "late0", "late0"]);
     }
 }

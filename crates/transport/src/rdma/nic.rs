@@ -96,7 +96,7 @@ pub struct Nic {
     port: u32,
     device: Device,
     attr: DeviceAttr,
-    /// Longest message of the port; set by whoever reads it.
+    /// Longest message of the port as it was read last.
     max_msg_bytes: Arc<AtomicU32>,
     gate: AtomicBool,
     facts: ArcSwapOption<PortFacts>,
@@ -193,6 +193,11 @@ impl Nic {
     /// Longest message that one work request may move.
     pub fn max_msg_bytes(&self) -> u32 {
         self.max_msg_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The port was read: its device may be another one, or have other firmware.
+    pub(super) fn set_max_msg_bytes(&self, bytes: u32) {
+        self.max_msg_bytes.store(bytes, Ordering::Relaxed);
     }
 
     /// The open device; `None` while it is dead.

@@ -190,6 +190,34 @@ impl Peer {
         new
     }
 
+    /// Takes in the addresses that these NICs have now, where they differ: a NIC that was taken in
+    /// late was told of before it had one, and any may be renumbered. Returns the rails to those.
+    pub(super) fn readdress(&self, nics: &[PeerNic]) -> Vec<Arc<Rail>> {
+        // It guards nothing that could be broken.
+        let _one_at_a_time = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.rails.load_full();
+        let moved = |known: &PeerNic, nic: &PeerNic| {
+            known.path == nic.path && (known.gid, known.lid) != (nic.gid, nic.lid)
+        };
+        let mut all = known.nics.clone();
+        let mut rails = Vec::new();
+        let pairs = all.iter_mut().zip(nics).enumerate();
+        for (at, (known_nic, nic)) in pairs.filter(|(_, (known, nic))| moved(known, nic)) {
+            known_nic.clone_from(nic);
+            for local in 0..known.locals() {
+                if let Some(rail) = known.of_local(local).get(at) {
+                    rail.set_peer_nic(nic);
+                    rails.push(Arc::clone(rail));
+                }
+            }
+        }
+        if !rails.is_empty() {
+            let (nics, rails) = (all, known.rails.clone());
+            self.rails.store(Arc::new(RailTable { nics, rails }));
+        }
+        rails
+    }
+
     /// Its number.
     pub fn id(&self) -> PeerId {
         self.shared.id
@@ -295,7 +323,8 @@ pub struct RailStats {
 pub struct Rail {
     id: RailId,
     local_name: String,
-    nic: PeerNic,
+    /// Its path and position stay; its address is replaced when the peer's record has another.
+    nic: ArcSwap<PeerNic>,
     peer: Arc<Shared>,
     /// What the machine says. Written by its driver only.
     state: AtomicU8,
@@ -328,7 +357,7 @@ impl Rail {
         Self {
             id,
             local_name: local_name.to_owned(),
-            nic: nic.clone(),
+            nic: ArcSwap::from_pointee(nic.clone()),
             peer: Arc::clone(peer),
             state: AtomicU8::new(to_u8(RailState::HalfOpen)),
             linked: AtomicBool::new(false),
@@ -358,9 +387,18 @@ impl Rail {
         &self.local_name
     }
 
-    /// The far end.
-    pub fn peer_nic(&self) -> &PeerNic {
-        &self.nic
+    /// The far end, as the peer's record has it now.
+    pub fn peer_nic(&self) -> Arc<PeerNic> {
+        self.nic.load_full()
+    }
+
+    /// Position of the far end among the peer's NICs.
+    pub fn peer_position(&self) -> usize {
+        self.id.peer.nic as usize
+    }
+
+    fn set_peer_nic(&self, nic: &PeerNic) {
+        self.nic.store(Arc::new(nic.clone()));
     }
 
     /// The peer's server name.
@@ -402,7 +440,7 @@ impl Rail {
     pub fn stats(&self) -> RailStats {
         RailStats {
             local: self.local_name.clone(),
-            peer: self.nic.path.clone(),
+            peer: self.nic.load().path.clone(),
             bytes: self.bytes.load(Ordering::Relaxed),
             errors: self.errors.load(Ordering::Relaxed),
             state: self.state(),
@@ -509,7 +547,7 @@ impl Rail {
     pub(super) fn probed_memory(&self, length: u32) -> Option<(RemoteAddress, u32)> {
         let memory = self.peer.memory.load();
         let memory = memory.as_ref()?;
-        let rkey = memory.rkeys.get(self.nic.index as usize)?;
+        let rkey = memory.rkeys.get(self.peer_position())?;
         let length = u64::from(length).min(memory.length) as u32;
         let addr = memory.addr;
         Some((RemoteAddress { addr, rkey }, length))
@@ -583,7 +621,7 @@ fn from_u8(state: u8) -> RailState {
 
 impl fmt::Display for Rail {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} - {}", self.local_name, self.nic.path)
+        write!(f, "{} - {}", self.local_name, self.nic.load().path)
     }
 }
 

@@ -109,6 +109,11 @@ impl Router {
         self.keeper.declare(peer);
     }
 
+    /// A local NIC's port has another speed, and all else as before. Never blocks.
+    pub(super) fn local_port(&self, local: LocalNic) {
+        self.keeper.local_port(local);
+    }
+
     /// There is one more local NIC, whose gate is closed: from it, too, a rail leads to each NIC of
     /// each peer. Never blocks.
     pub(super) fn nic_added(&self, local: LocalNic) {
@@ -249,7 +254,7 @@ impl Router {
             let next = rest.min_by_key(|rail| {
                 (
                     rail.state() == RailState::Down,
-                    !near_peer.contains(rail.peer_nic().index as usize),
+                    !near_peer.contains(rail.peer_position()),
                     !rail.is_same_subnet(),
                 )
             });
@@ -426,7 +431,7 @@ fn best_of<'p>(
 ) -> Option<Share<'p>> {
     for is_near in [true, false] {
         let usable = in_order(own, local).filter(|rail| {
-            let position = rail.peer_nic().index as usize;
+            let position = rail.peer_position();
             // A NIC that was added after the keys were told has none of them.
             remote.nics().contains(position) == is_near
                 && rail.is_usable()

@@ -200,8 +200,8 @@ impl RdmaTransport {
     }
 
     /// The peer's record has these NICs now, of which the first are those that it was made with; of
-    /// the others, those at the positions `down` are withdrawn. Nothing happens for those that are
-    /// known.
+    /// the others, those at the positions `down` are withdrawn. Of those that are known only the
+    /// addresses are taken in, where they differ.
     pub fn peer_grown(&self, peer: &Arc<Peer>, nics: &[PeerNic], down: &[u32]) {
         self.router.peer_grown(peer, nics, down);
     }

@@ -370,6 +370,7 @@ impl Watcher {
                 result,
             } => {
                 let rows = result.as_ref().ok().and_then(rows_of);
+                let longest = result.as_ref().ok().map(|read| read.attr.max_msg_bytes);
                 let result = result.map_err(|error| failure(&error));
                 let input = Input::PortRead {
                     epoch,
@@ -377,6 +378,12 @@ impl Watcher {
                     result,
                 };
                 if let Some(entry) = self.entries.get_mut(nic) {
+                    if let Some(longest) = longest
+                        && epoch == entry.observer.epoch()
+                    {
+                        // Before its gate is opened for what the reading says.
+                        entry.nic.set_max_msg_bytes(longest);
+                    }
                     entry.observer.handle(now, input);
                     let local = entry.nic.index();
                     // What the observer closes for this reading is closed first.
@@ -549,6 +556,8 @@ pub(super) fn act(parts: &Parts, nic: &Arc<Nic>, now: Time, action: Action) {
         }
         Action::ReplaceLazily { changes, .. } => {
             tracing::info!(nic = name, ?changes, "connections made from now on use it");
+            // A rail's share of the work goes by what its port says until its rate is measured.
+            parts.router.local_port(nic.index());
         }
         Action::HalfOpen { endpoints_kept, .. } => {
             nic.set_gate(true);

@@ -184,6 +184,11 @@ impl Fabric {
         self.with(|core| core.set_speed(at, active_width, active_speed));
     }
 
+    /// Changes the longest message that a port reports, as other firmware may: there is no event.
+    pub fn set_max_msg_bytes(&self, at: PortId, bytes: u32) {
+        self.with(|core| core.set_max_msg_bytes(at, bytes));
+    }
+
     /// Raises an event that nothing has caused, such as `SM_CHANGE` or one of an unknown kind:
     /// about a port, or about the device.
     pub fn raise_event(&self, nic: NicId, kind: AsyncEventKind, port: Option<u32>) {

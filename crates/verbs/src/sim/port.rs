@@ -309,6 +309,12 @@ impl Core {
         self.port_event(at, AsyncEventKind::DeviceSpeedChange);
     }
 
+    pub(super) fn set_max_msg_bytes(&mut self, at: PortId, bytes: u32) {
+        self.own_port(at).max_msg_bytes = bytes;
+        let nic = self.nic_name(at.nic);
+        trace!(self, "messages of at most {bytes} bytes on {nic}");
+    }
+
     pub(super) fn set_link(&mut self, at: PortId, link: LinkOptions) -> LinkOptions {
         trace!(self, "link {} {}: {link:?}", self.nic_name(at.nic), at.port);
         std::mem::replace(&mut self.own_port(at).link, link)

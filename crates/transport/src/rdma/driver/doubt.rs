@@ -69,7 +69,7 @@ impl Driver {
             return;
         };
         // With the READ's own key: soft-RoCE looks the key of a repeated READ up, even of no bytes.
-        let peer_nic = self.lanes[lane].rail.peer_nic().index;
+        let peer_nic = self.lanes[lane].rail.id().peer.nic;
         let Some(mut request) = proof_request(transfer, slice, peer_nic) else {
             self.break_link(key, "no key to prove a READ with");
             return;

@@ -301,3 +301,40 @@ fn a_transfer_is_in_a_nics_queue_once_however_often_it_is_offered() {
         .local_gate(LocalNic(0), LocalGate::Open { endpoints_kept });
     finish.wait().expect("moved");
 }
+
+#[test]
+fn a_peers_nic_that_gets_its_address_late_is_preferred_by_the_nic_in_its_subnet() {
+    let rig = rig(40, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (local, gid) = (a.nics()[0].facts().expect("usable").gid.gid, Gid::NULL);
+    let known = PeerNic::clone(&rail_of(&peer, 0, 0).peer_nic());
+    // It is told of before its port was read.
+    let late = |gid| {
+        let (index, path) = (1, "host1@late0".to_owned());
+        let lid = 0;
+        [
+            known.clone(),
+            PeerNic {
+                index,
+                path,
+                gid,
+                lid,
+            },
+        ]
+    };
+    a.peer_grown(&peer, &late(gid), &[1]);
+    let rail = rail_of(&peer, 0, 1);
+    assert!(!rail.is_same_subnet(), "it has no address");
+    a.peer_grown(&peer, &late(local), &[]);
+    assert!(rail.is_same_subnet());
+    assert_eq!(rail.peer_nic().gid, local);
+    // A local NIC that comes later finds the address, too.
+    let of_table = peer.grow(&["sim0".to_owned(), "sim1".to_owned()], &[]);
+    let gids: Vec<_> = of_table.iter().map(|rail| rail.peer_nic().gid).collect();
+    assert_eq!(gids, [known.gid, local]);
+    // Renumbered into another subnet.
+    let elsewhere = Gid::from_ip(std::net::IpAddr::from([10, 9, 9, 9]));
+    a.peer_grown(&peer, &late(elsewhere), &[]);
+    assert!(!rail.is_same_subnet());
+}

@@ -143,3 +143,24 @@ fn a_device_whose_reading_hangs_is_not_opened_again_before_that_has_ended() {
         nic.opening().is_some_and(|opening| opening.number() > 0)
     });
 }
+
+#[test]
+fn the_longest_message_of_a_port_is_taken_from_its_latest_reading() {
+    let rig = rig(8, 1);
+    let transport = rig.transport(0, "a1");
+    let nic = Arc::clone(&transport.nics()[0]);
+    let observed = transport.observe(Arc::new(Published::default()), Events::default());
+    observed.expect("a thread");
+    for bytes in [10_000, 1 << 20] {
+        rig.fabric.set_max_msg_bytes(rig.port(0, 0), bytes);
+        transport.recheck(None);
+        wait_until("it is read", || nic.max_msg_bytes() == bytes);
+    }
+    // Other firmware, after which the device is opened again.
+    rig.fabric.set_max_msg_bytes(rig.port(0, 0), 20_000);
+    rig.fabric.reset_device(rig.hosts[0].1[0]);
+    wait_until("it is open again", || {
+        nic.opening().is_some_and(|opening| opening.number() > 0)
+    });
+    wait_until("it is read", || nic.max_msg_bytes() == 20_000);
+}

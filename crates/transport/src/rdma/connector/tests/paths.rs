@@ -51,14 +51,20 @@ fn recorded(own: &RdmaTransport, peer: &RdmaTransport, gid: Gid) -> Arc<Peer> {
     })
 }
 
-#[test]
-fn a_peer_with_ipv6_alone_is_reached_from_the_own_ipv6() {
-    let rig = rig(20, 1);
+/// A host with addresses of both families, and one that has lost its IPv4 address.
+fn reached_over_ipv6(seed: u64) -> (Rig, RdmaTransport, RdmaTransport) {
+    let rig = rig(seed, 1);
     rig.fabric.add_address(rig.port(0, 0), address("fd00::1"));
     rig.fabric.add_address(rig.port(1, 0), address("fd00::2"));
     rig.fabric
         .delete_address(rig.port(1, 0), address("10.0.1.1"));
     let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    (rig, a, b)
+}
+
+#[test]
+fn a_peer_with_ipv6_alone_is_reached_from_the_own_ipv6() {
+    let (rig, a, b) = reached_over_ipv6(20);
     let peer = peer_of(&a, 1, &b);
     let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
     Move::all(&a, &peer, &source, &target).run().expect("moved");
@@ -68,12 +74,7 @@ fn a_peer_with_ipv6_alone_is_reached_from_the_own_ipv6() {
 
 #[test]
 fn an_own_gid_beside_the_ports_choice_that_goes_takes_its_endpoints_with_it() {
-    let rig = rig(34, 1);
-    rig.fabric.add_address(rig.port(0, 0), address("fd00::1"));
-    rig.fabric.add_address(rig.port(1, 0), address("fd00::2"));
-    rig.fabric
-        .delete_address(rig.port(1, 0), address("10.0.1.1"));
-    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let (rig, a, b) = reached_over_ipv6(34);
     let peer = peer_of(&a, 1, &b);
     let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
     let write = Move::all(&a, &peer, &source, &target);
@@ -97,12 +98,7 @@ fn an_own_gid_beside_the_ports_choice_that_goes_takes_its_endpoints_with_it() {
 
 #[test]
 fn a_gid_that_the_peer_refuses_is_replaced_by_the_next_at_once() {
-    let rig = rig(21, 1);
-    rig.fabric.add_address(rig.port(0, 0), address("fd00::1"));
-    rig.fabric.add_address(rig.port(1, 0), address("fd00::2"));
-    rig.fabric
-        .delete_address(rig.port(1, 0), address("10.0.1.1"));
-    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let (rig, a, b) = reached_over_ipv6(21);
     // The record is from before the address went.
     let peer = recorded(&a, &b, gid("10.0.1.1"));
     let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
