@@ -22,15 +22,17 @@ use super::nic::Nic;
 use super::nics::{Nics, Seat};
 use super::opening::Opening;
 use super::outside::{Outside, Tasks};
-use super::paths::{Paths, Row};
+use super::paths::{Paths, Row, Way};
 use super::rail::Rail;
 use super::signaling::Signaling;
 use super::transfer::Transfer;
 use crate::machine::ids::LocalNic;
 use crate::machine::rail::ProbeKind;
 
+mod ends;
 mod task;
 
+use ends::{Ends, Proof};
 use task::{EndpointTask, Mail};
 
 /// Handshakes with one server at once: C++ servers take them one after the other.
@@ -39,6 +41,10 @@ const HANDSHAKES_PER_SERVER_MAX: usize = 2;
 /// Endpoints of a NIC that a peer has asked for and not acknowledged yet. Anybody can send such
 /// requests, and each has queue pairs for as long as ten seconds.
 const HALF_OPEN_PER_NIC_MAX: usize = 64;
+
+/// What a peer is told that asks us to close an end of which it is not known whether its queue
+/// pairs have stopped. It must not take that for an answer, and waits for its packets' lifetime.
+const NOT_STOPPED: &str = "it is not known whether these queue pairs have stopped";
 
 /// Who may connect, beyond what this module can see by itself.
 pub trait Admission: Send + Sync + 'static {
@@ -97,9 +103,8 @@ struct Table {
     /// Those that begin to close and are not fenced yet: a peer's request to close is answered by
     /// them, once their queue pairs are in ERR.
     closing: HashMap<(u32, String), Vec<(EndpointKey, Mailbox)>>,
-    /// The first packet number that the peer said for an endpoint: its request to close says it
-    /// again.
-    peer_psns: HashMap<EndpointKey, u32>,
+    /// Those that may take in what a peer sends, whether their endpoints are still there or not.
+    ends: Ends,
     /// All endpoints, those that are closing included.
     by_key: HashMap<EndpointKey, Mailbox>,
     /// Those that a peer has asked for and that are not connected, with their NIC.
@@ -127,7 +132,7 @@ impl Table {
         let found = match psn {
             Some(psn) => here
                 .iter()
-                .find(|(key, _)| self.peer_psns.get(key) == Some(&psn)),
+                .find(|(key, _)| self.ends.peer_psn(*key) == Some(psn)),
             None => here.last().filter(|_| !self.current.contains_key(place)),
         };
         found.map(|(_, mailbox)| mailbox.clone())
@@ -288,17 +293,32 @@ impl Connector {
                 Err(mpsc::error::SendError(back)) => mail = back,
             }
         }
-        if let Some(current) = table.current(&place, &instance) {
+        let is_unproved = |table: &mut Table, mail: &Mail| match mail {
+            Mail::Request(offer, _) if offer.qp_nums.is_empty() => {
+                table.ends.is_unproved((place.0, &place.1), offer.psn)
+            }
+            _ => false,
+        };
+        // The endpoint in use would say that earlier ones are closed. Of a peer that names no
+        // packet number it is the one that is meant.
+        let names_one = matches!(&mail, Mail::Request(offer, _) if offer.psn.is_some());
+        let is_current = !(names_one && is_unproved(&mut table, &mail));
+        if let Some(current) = table.current(&place, &instance).filter(|_| is_current) {
             match current.mailbox.send(mail) {
                 Ok(()) => return,
                 Err(mpsc::error::SendError(back)) => mail = back,
             }
         }
+        let unproved = is_unproved(&mut table, &mail);
         let Mail::Request(offer, answer) = mail else {
             return;
         };
+        if unproved {
+            let reason = format!("{} does not answer: {NOT_STOPPED}", nic.name());
+            return refuse(&offer, answer, reason);
+        }
         if offer.qp_nums.is_empty() {
-            // There is nothing to close: whatever there was is destroyed.
+            // There is nothing to close: whatever there was is in ERR or destroyed.
             return refuse(&offer, answer, CLOSED.into());
         }
         if offer.ready_ack == Some(true) {
@@ -447,9 +467,10 @@ impl Connector {
         self.table().half_open.remove(&key);
     }
 
-    /// The peer of an endpoint said the first packet number that it will send.
-    fn heard(&self, key: EndpointKey, psn: u32) {
-        self.table().peer_psns.insert(key, psn);
+    /// The queue pairs of an endpoint are about to be connected to a peer's, which begin to send
+    /// at this packet number, if it says so. `proof` is given once they have stopped.
+    fn raises(&self, key: EndpointKey, (nic, path): &Way, psn: Option<u32>, proof: Proof) {
+        self.table().ends.begin(key, (*nic, path), psn, proof);
     }
 
     /// The process `instance` speaks at `peer_path`: ends of earlier ones of its server name, which
@@ -491,12 +512,12 @@ impl Connector {
         }
     }
 
-    /// The endpoint is fenced at both ends.
+    /// The endpoint has ended.
     fn forget(&self, key: EndpointKey) {
         let mut table = self.table();
         table.by_key.remove(&key);
         table.half_open.remove(&key);
-        table.peer_psns.remove(&key);
+        table.ends.forget(key);
         table.closing.retain(|_, here| {
             here.retain(|(other, _)| *other != key);
             !here.is_empty()

@@ -23,7 +23,7 @@ use super::super::paths::{Doubt, MTU_SAFE, Paths, Row, Way};
 use super::super::rail::Rail;
 use super::super::signaling::SignalError;
 use super::super::transfer::Transfer;
-use super::{Answer, Connector, Mailbox, order, server_of};
+use super::{Answer, Connector, Mailbox, Proof, order, server_of};
 use crate::machine::rail::ProbeKind;
 use crate::machine::verdict::{RequestFault, Verdict, verdict};
 use crate::machine::{Machine, Time};
@@ -78,6 +78,8 @@ pub(super) struct EndpointTask {
     /// The peer has been told the GID of the first.
     is_bound: bool,
     pairs: Option<Arc<Pairs>>,
+    /// That they have stopped; `None` before they are to be connected.
+    proof: Option<Proof>,
     gate: Arc<AtomicBool>,
     /// The rails whose work is posted on it: mostly one.
     rails: Vec<(Arc<Rail>, Binding)>,
@@ -114,6 +116,7 @@ impl EndpointTask {
             rows: Vec::new(),
             is_bound: false,
             pairs: None,
+            proof: None,
             gate: Arc::new(AtomicBool::new(true)),
             rails: Vec::new(),
             opened_here: false,
@@ -241,9 +244,10 @@ impl EndpointTask {
         match action {
             Action::Prepare => self.prepare(),
             Action::Raise(peer) => {
-                if let Some(psn) = peer.psn {
-                    self.connector.heard(self.key, psn);
-                }
+                let proof = Proof::new(&self.opening);
+                self.proof = Some(proof.clone());
+                self.connector
+                    .raises(self.key, &self.way(), peer.psn, proof);
                 if let Some(instance) = &peer.instance {
                     self.connector.outdate(&self.peer_path, instance);
                 }
@@ -427,6 +431,7 @@ impl EndpointTask {
             return;
         };
         let asks = !self.opened_here && self.machine.is_mtu_unsaid();
+        let proof = self.proof.clone();
         let submitted = self.opening.context().control().submit_urgent(move || {
             let is_in_error = |pair: &QueuePair| {
                 let known = pair.query();
@@ -443,6 +448,9 @@ impl EndpointTask {
             drop(pairs);
             match failed {
                 None => {
+                    if let Some(proof) = proof {
+                        proof.give();
+                    }
                     let _ = mailbox.send(Mail::Input(Input::InError));
                 }
                 // The machine destroys them when its time for draining is over.
@@ -461,8 +469,9 @@ impl EndpointTask {
             self.opening.context().control().clone(),
             self.mailbox.clone(),
         );
-        let clock = self.connector.shared.clock;
+        let (clock, proof) = (self.connector.shared.clock, self.proof.clone());
         self.connector.shared.tasks.spawn(async move {
+            let refused = control.failed_destructions();
             if let Some(pairs) = pairs {
                 while Arc::strong_count(&pairs) > 1 {
                     clock.sleep(Duration::from_millis(1)).await;
@@ -471,9 +480,18 @@ impl EndpointTask {
             }
             // Runs after everything that was dropped before it was submitted.
             loop {
-                let mailbox = mailbox.clone();
+                let (mailbox, proof, of) = (mailbox.clone(), proof.clone(), control.clone());
                 let barrier = control.execute(move || {
-                    let _ = mailbox.send(Mail::Input(Input::Destroyed));
+                    if of.failed_destructions() == refused
+                        && let Some(proof) = &proof
+                    {
+                        proof.give();
+                    }
+                    // One that the device refuses to destroy may be at work still, unless it is in
+                    // ERR: the machine's own time limit gives the verdict.
+                    if proof.is_none_or(|proof| proof.is_given()) {
+                        let _ = mailbox.send(Mail::Input(Input::Destroyed));
+                    }
                 });
                 match barrier {
                     Err(error) if error.is_retryable() => {

@@ -10,6 +10,7 @@ use super::super::rig::{KIB, Move, Rig, peer_of, registered, rig, wait_until};
 use super::*;
 use crate::TransferError;
 
+mod closes;
 mod paths;
 
 #[test]

@@ -1,0 +1,130 @@
+//! Which ends may still take in what a peer sends.
+//!
+//! A peer that is told that our end is closed takes it that none of its packets reaches our memory
+//! any more. So that nobody is told it too early, an end is remembered until its queue pairs are
+//! known to be in ERR or destroyed, or their device closed, though its endpoint may have ended
+//! before, in a device that hangs.
+//!
+//! Ends of an earlier process of ours need no memory here: what its queue pairs may still be given
+//! lies in pages that the kernel holds until they are gone.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rerail_verbs::ControlThread;
+
+use super::super::inbox::EndpointKey;
+use super::super::opening::Opening;
+
+/// Ends without proof that are remembered one by one after their endpoints have ended. Each stands
+/// for queue pairs that are alive in a device.
+const OVER_MAX: usize = 1024;
+
+/// Proof that the queue pairs of an end take in nothing any more, once it is given.
+#[derive(Clone, Debug)]
+pub(super) struct Proof {
+    stopped: Arc<AtomicBool>,
+    /// Number of the opening that the queue pairs were made of, and its thread.
+    opening: u32,
+    control: ControlThread,
+}
+
+impl Proof {
+    /// Not given yet.
+    pub(super) fn new(opening: &Opening) -> Self {
+        Self {
+            stopped: Arc::default(),
+            opening: opening.number(),
+            control: opening.context().control().clone(),
+        }
+    }
+
+    /// All of the queue pairs are in ERR, or destroyed.
+    pub(super) fn give(&self) {
+        self.stopped.store(true, Ordering::Release);
+    }
+
+    /// Closing a device destroys what it has refused to destroy before.
+    pub(super) fn is_given(&self) -> bool {
+        self.stopped.load(Ordering::Acquire) || self.control.is_closed()
+    }
+}
+
+/// The end of a connection whose queue pairs were to be connected.
+#[derive(Debug)]
+struct End {
+    nic: u32,
+    peer_path: String,
+    /// The first packet number that the peer said: its request to close says it again.
+    peer_psn: Option<u32>,
+    proof: Proof,
+}
+
+/// Those of all endpoints.
+#[derive(Debug, Default)]
+pub(super) struct Ends {
+    /// Of endpoints that are there.
+    live: BTreeMap<EndpointKey, End>,
+    /// Of endpoints that have ended without proof.
+    over: Vec<End>,
+    /// NICs with more of those than are remembered, each with one of them for each opening.
+    beyond: Vec<(u32, Proof)>,
+}
+
+impl Ends {
+    /// The queue pairs of an endpoint are about to be connected.
+    pub(super) fn begin(
+        &mut self,
+        key: EndpointKey,
+        (nic, peer_path): (u32, &str),
+        peer_psn: Option<u32>,
+        proof: Proof,
+    ) {
+        let end = End {
+            nic,
+            peer_path: peer_path.to_owned(),
+            peer_psn,
+            proof,
+        };
+        self.live.insert(key, end);
+    }
+
+    /// The first packet number that the peer of an endpoint said.
+    pub(super) fn peer_psn(&self, key: EndpointKey) -> Option<u32> {
+        self.live.get(&key)?.peer_psn
+    }
+
+    /// An endpoint has ended.
+    pub(super) fn forget(&mut self, key: EndpointKey) {
+        self.forget_given();
+        let Some(end) = self.live.remove(&key).filter(|end| !end.proof.is_given()) else {
+            return;
+        };
+        if self.over.len() < OVER_MAX {
+            self.over.push(end);
+            return;
+        }
+        let is_of =
+            |(nic, proof): &(u32, Proof)| *nic == end.nic && proof.opening == end.proof.opening;
+        if !self.beyond.iter().any(is_of) {
+            self.beyond.push((end.nic, end.proof));
+        }
+    }
+
+    /// Whether a request to close may be about an end that has ended without proof. A peer that
+    /// says no packet number, or never did, means any between the two NICs.
+    pub(super) fn is_unproved(&mut self, (nic, peer_path): (u32, &str), psn: Option<u32>) -> bool {
+        self.forget_given();
+        let is_meant = |end: &End| {
+            let same = psn.is_none() || end.peer_psn.is_none() || end.peer_psn == psn;
+            end.nic == nic && end.peer_path == peer_path && same
+        };
+        self.over.iter().any(is_meant) || self.beyond.iter().any(|(of, _)| *of == nic)
+    }
+
+    fn forget_given(&mut self) {
+        self.over.retain(|end| !end.proof.is_given());
+        self.beyond.retain(|(_, proof)| !proof.control.is_closed());
+    }
+}
