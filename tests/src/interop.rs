@@ -121,6 +121,27 @@ pub fn meet(setting: Setting, role: Role) -> Result<()> {
     }
 }
 
+/// Lets the C++ engine write to its own kind for a second, without a store; how many writes it
+/// began and how many of them failed.
+///
+/// # Errors
+/// If one of them does not start, or there is no C++ engine.
+pub fn cpp_to_cpp(setting: Setting) -> Result<(u64, u64)> {
+    let cpp = Cpp::from_env()?;
+    let mut command = cpp.peer("target", &setting, setting.target_device, HANDSHAKE);
+    command.args(["--size", &setting.bytes.to_string()]);
+    let target = Server::start(command, "ready ", READY_WITHIN)?;
+    let segment = &target.ready_line()["ready ".len()..];
+    let mut command = cpp.peer("initiator", &setting, setting.initiator_device, HANDSHAKE);
+    command.args(["--segment", segment, "--seconds", "1"]);
+    command.args(["--bytes", &setting.bytes.to_string()]);
+    let printed = stdout_within(command, MOVED_WITHIN)?;
+    let report = printed.lines().last().unwrap_or_default();
+    let report: Value = serde_json::from_str(report).with_context(|| printed.clone())?;
+    let number = |member: &str| report[member].as_u64().context("peer.py's report");
+    Ok((number("ops")?, number("failed")?))
+}
+
 /// A row of the table: what is moved, given the store's URL.
 type Row = fn(&Cpp, &Setting, &str) -> Result<()>;
 

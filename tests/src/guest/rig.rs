@@ -195,6 +195,18 @@ impl Nic {
         ))
     }
 
+    /// A counter of the device: `rcvd_pkts`, `completer_retry_err` and others of `rdma statistic`.
+    ///
+    /// # Errors
+    /// If the device does not count that.
+    pub fn counter(self, name: &str) -> Result<u64> {
+        let file = format!(
+            "/sys/class/infiniband/{}/ports/1/hw_counters/{name}",
+            self.device()
+        );
+        read(&file)?.parse().context(file)
+    }
+
     fn table(self) -> u32 {
         100 + u32::from(self.host)
     }

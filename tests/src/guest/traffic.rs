@@ -1,6 +1,7 @@
 //! Verified traffic between the two hosts of the rig, with everything that tells from outside what
 //! happened to it: both sides' files of events, and the store's log of writes.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,8 @@ pub struct Plan {
     pub seconds: u64,
     /// `write` or `read`.
     pub operation: &'static str,
+    /// Environment of the target.
+    pub target_env: Vec<(String, String)>,
     /// Environment of the initiator.
     pub initiator_env: Vec<(String, String)>,
 }
@@ -40,6 +43,7 @@ impl Plan {
             initiator: vec!["rxe_a1", "rxe_b1"],
             seconds,
             operation: "write",
+            target_env: Vec::new(),
             initiator_env: Vec::new(),
         }
     }
@@ -85,7 +89,9 @@ impl Traffic {
             side.env = vec![("MC_TCP_BIND_ADDRESS".to_owned(), "127.0.0.1".to_owned())];
             side
         };
-        let target = Target::start(&side("target", &plan.target), BUFFER_BYTES)?;
+        let mut target = side("target", &plan.target);
+        target.env.extend(plan.target_env.iter().cloned());
+        let target = Target::start(&target, BUFFER_BYTES)?;
         let load = Load {
             operation: plan.operation,
             block_bytes: 256 << 10,
@@ -300,8 +306,35 @@ pub fn between_ms(from: &Value, to: &Value) -> Result<f64> {
     Ok(time_ms(to)? - time_ms(from)?)
 }
 
-/// The writes of segments' records.
-fn segments(writes: Vec<Value>) -> Vec<Value> {
+/// NIC paths of a record: those by which its owner lets itself be called.
+///
+/// # Errors
+/// If it has no name or no devices.
+pub fn nic_paths(record: &Value) -> Result<BTreeSet<String>> {
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let server = text(&record["rdma_server_name"]).filter(|server| !server.is_empty());
+    let server = server
+        .or_else(|| text(&record["name"]))
+        .context("a record without a name")?;
+    let devices = record["devices"]
+        .as_array()
+        .context("a record without devices")?;
+    let names = devices.iter().filter_map(|device| device["name"].as_str());
+    Ok(names.map(|name| format!("{server}@{name}")).collect())
+}
+
+/// NIC paths of peers to which rails have led.
+#[must_use]
+pub fn peers_of_rails(events: &[Value]) -> BTreeSet<String> {
+    let rails = events.iter().filter(|event| event["event"] == "rail");
+    rails
+        .filter_map(|event| event["peer"].as_str().map(str::to_owned))
+        .collect()
+}
+
+/// The writes of segments' records among those of a store.
+#[must_use]
+pub fn segments(writes: Vec<Value>) -> Vec<Value> {
     let is_segment = |write: &Value| {
         let key = write["key"].as_str().unwrap_or_default();
         write["action"] == "put" && key.starts_with("mooncake/ram/")

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, RwLock};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use rerail_metadata::descriptor::{InstanceId, Protocol, RpcMeta, SegmentDescriptor};
@@ -28,6 +29,9 @@ use crate::{EngineError, Result, advertise};
 
 /// Threads of the control runtime: store, RPC, publication, connections, and TCP's data.
 const CONTROL_THREADS: usize = 2;
+/// How long an idle thread of the runtime's pool for blocking work is kept. Ports are read there,
+/// every ten seconds while they are well.
+const BLOCKING_IDLE: Duration = Duration::from_secs(1);
 
 /// Version of the TCP data protocol in our own record (reference 7).
 const TCP_PROTO_VERSION: u32 = 2;
@@ -159,6 +163,7 @@ fn runtime() -> Result<Runtime> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(CONTROL_THREADS)
         .thread_name("rerail-control")
+        .thread_keep_alive(BLOCKING_IDLE)
         .enable_all()
         .build()
         .map_err(|error| EngineError::System {

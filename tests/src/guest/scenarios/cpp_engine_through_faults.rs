@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use crate::guest::Scenario;
-use crate::interop::faults::{Pair, compare};
+use crate::interop::faults::{Pair, Trial, compare};
 
 pub(super) const SCENARIO: Scenario = Scenario {
     name: "cpp_engine_through_faults",
     full_only: false,
     limit: Duration::from_secs(600),
-    body: || compare(&[Pair::CppToOurs, Pair::OursToCpp]),
+    body: || compare(&[Pair::CppToOurs, Pair::OursToCpp], Trial::FlapAndRenumber),
 };

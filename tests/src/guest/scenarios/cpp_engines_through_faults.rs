@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use crate::guest::Scenario;
-use crate::interop::faults::{Pair, compare};
+use crate::interop::faults::{Pair, Trial, compare};
 
 pub(super) const SCENARIO: Scenario = Scenario {
     name: "cpp_engines_through_faults",
     full_only: true,
     limit: Duration::from_secs(600),
-    body: || compare(&[Pair::CppToCpp, Pair::CppToOurs, Pair::OursToCpp]),
+    body: || compare(&[Pair::CppToCpp, Pair::CppToOurs, Pair::OursToCpp], Trial::FlapAndRenumber),
 };

@@ -1,52 +1,50 @@
 //! NIC paths with a server name of their own at both ends (`MC_RDMA_BIND_ADDRESS`): traffic moves
-//! to rail b when rail a is cut.
+//! to rail b when rail a is cut at both ends, ours with ours and with the C++ engine. The path by
+//! which the other NIC is then asked is the one that it was registered with.
 
 use std::thread::sleep;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
-use crate::bench::{Amount, Load, Side, Target};
 use crate::guest::Scenario;
-use crate::guest::rig::A1;
+use crate::guest::rig::{A0, A1};
+use crate::guest::traffic::{Plan, Traffic, nic_paths, peers_of_rails};
+use crate::interop::faults::{Pair, Trial, compare};
 
 pub(super) const SCENARIO: Scenario = Scenario {
     name: "rdma_bind_address_on_both_ends",
     full_only: true,
-    limit: Duration::from_secs(120),
+    limit: Duration::from_secs(600),
     body,
 };
 
 fn body() -> Result<()> {
-    let side = |name: &str, devices: &[&str], address: &str| {
-        let mut side = Side::rdma(name, devices);
-        let variable = "MC_RDMA_BIND_ADDRESS".to_owned();
-        side.env.push((variable, address.to_owned()));
-        side
-    };
-    let target = side("target", &["rxe_a0", "rxe_b0"], "192.168.77.1");
-    let target = Target::start(&target, 16 << 20)?;
-    let initiator = side("initiator", &["rxe_a1", "rxe_b1"], "192.168.77.2");
-    let load = Load {
-        operation: "write",
-        block_bytes: 256 << 10,
-        batch: 4,
-        threads: 1,
-        amount: Amount::Seconds(14),
-        verify: true,
-    };
-    let running = load.start(&initiator, target.segment(), Duration::from_secs(14))?;
-    sleep(Duration::from_secs(5));
+    ours_to_ours()?;
+    let pairs = [Pair::CppToOurs, Pair::OursToCpp, Pair::CppToCpp];
+    compare(&pairs, Trial::CutWithBindAddresses)
+}
+
+fn ours_to_ours() -> Result<()> {
+    let bind = |address: &str| vec![("MC_RDMA_BIND_ADDRESS".to_owned(), address.to_owned())];
+    let mut plan = Plan::both_rails(14);
+    plan.target_env = bind(&A0.address());
+    plan.initiator_env = bind(&A1.address());
+    let traffic = Traffic::start(&plan)?;
+    A0.down()?;
     A1.down()?;
-    let report = running.report()?;
-    report.expect_clean(1)?;
-    ensure!(
-        report.max_stall_ms < 1_500.0,
-        "a stall of {} ms",
-        report.max_stall_ms
-    );
-    let b = report.rails.iter().filter(|rail| rail.local == "rxe_b1");
-    let b: u64 = b.map(|rail| rail.bytes).sum();
-    ensure!(b > 0, "rail b carried nothing: {report:?}");
-    target.stop()
+    sleep(Duration::from_secs(1));
+    let outcome = traffic.finish()?;
+    outcome.expect_flow(Duration::from_millis(1_500))?;
+    let rails = outcome.report.rails.iter();
+    let b: u64 = rails.filter(|rail| rail.local == "rxe_b1").map(|rail| rail.bytes).sum();
+    ensure!(b > 0, "rail b carried nothing: {:?}", outcome.report);
+    let mut records = outcome.records.iter().map(|record| &record["value"]);
+    let record = records.rfind(|record| record["name"] == "target");
+    let record = record.context("the target has no record")?;
+    let server = record["rdma_server_name"].as_str().unwrap_or_default();
+    ensure!(server.starts_with(&A0.address()), "NIC paths begin with `{server}`");
+    let (used, registered) = (peers_of_rails(&outcome.own), nic_paths(record)?);
+    ensure!(used == registered, "rails to {used:?}, registered are {registered:?}");
+    Ok(())
 }
