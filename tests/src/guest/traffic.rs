@@ -332,9 +332,8 @@ pub fn peers_of_rails(events: &[Value]) -> BTreeSet<String> {
         .collect()
 }
 
-/// The writes of segments' records among those of a store.
-#[must_use]
-pub fn segments(writes: Vec<Value>) -> Vec<Value> {
+/// The writes of segments' records.
+fn segments(writes: Vec<Value>) -> Vec<Value> {
     let is_segment = |write: &Value| {
         let key = write["key"].as_str().unwrap_or_default();
         write["action"] == "put" && key.starts_with("mooncake/ram/")

@@ -16,8 +16,7 @@ use super::{HANDSHAKE, READY_WITHIN, Setting};
 use crate::bench::{Amount, Load, Side, Target};
 use crate::child::{Job, Server};
 use crate::guest::rig::{A0, A1, B0};
-use crate::guest::traffic::{EventLog, nic_paths, peers_of_rails, segments};
-use crate::store::HttpStore;
+use crate::guest::traffic::{EventLog, peers_of_rails};
 
 /// Both rails of each host.
 const BOTH_RAILS: Setting = Setting {
@@ -41,8 +40,8 @@ const STALL_MAX_MS: f64 = 5_000.0;
 /// Server names in the NIC paths of both ends (`MC_RDMA_BIND_ADDRESS`).
 const TARGET_BIND: &str = "192.168.77.1";
 const INITIATOR_BIND: &str = "192.168.77.2";
-/// Port of an end whose name has none.
-const PORT_DEFAULT: &str = "12001";
+/// Before the server name in what the C++ engine says at its start.
+const BOUND: &str = "using RDMA bind address ";
 
 /// Which engine is at which end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,12 +57,12 @@ pub enum Pair {
 /// What is done to a pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trial {
-    /// The target's rail a goes down for four seconds, and later gets another address. The two meet
-    /// without a store.
+    /// The target's rail a goes down for four seconds, and later gets another address.
     FlapAndRenumber,
     /// NIC paths have a server name of their own at both ends, and rail a is cut at both for good:
-    /// whoever writes goes over to the other NIC of the target, by the path in its record. The two
-    /// meet in a store.
+    /// whoever writes goes over to the other NIC of the target, by the path in its record. In a
+    /// store it would be no trial of ours: the C++ engine looks there for the peer's RPC server
+    /// under the name in its NIC paths, under which nobody, itself included, enters it.
     CutWithBindAddresses,
 }
 
@@ -112,23 +111,13 @@ pub fn compare(pairs: &[Pair], trial: Trial) -> Result<()> {
 struct Stage<'a> {
     cpp: &'a Cpp,
     trial: Trial,
-    store: Option<HttpStore>,
     dir: TempDir,
 }
 
 impl<'a> Stage<'a> {
     fn set(cpp: &'a Cpp, trial: Trial) -> Result<Self> {
         let dir = TempDir::new()?;
-        let store = match trial {
-            Trial::FlapAndRenumber => None,
-            Trial::CutWithBindAddresses => Some(HttpStore::start(&dir.path().join("store"))?),
-        };
-        Ok(Self {
-            cpp,
-            trial,
-            store,
-            dir,
-        })
+        Ok(Self { cpp, trial, dir })
     }
 
     /// What the writer saw, and how many packets came to the target's NIC b while a was down.
@@ -136,21 +125,20 @@ impl<'a> Stage<'a> {
         if pair == Pair::CppToOurs {
             let target = Target::start(&self.our_side("target"), BYTES)?;
             let outcome = self.cpp_writes(target.segment())?;
-            self.check_records()?;
             target.stop()?;
             return Ok(outcome);
         }
-        let (_target, segment) = self.cpp_target()?;
-        let outcome = match pair {
-            Pair::OursToCpp => self.we_write(&segment)?,
-            Pair::CppToOurs | Pair::CppToCpp => self.cpp_writes(&segment)?,
-        };
-        self.check_records()?;
-        Ok(outcome)
-    }
-
-    fn url(&self) -> &str {
-        self.store.as_ref().map_or(HANDSHAKE, HttpStore::url)
+        let (target, segment) = self.cpp_target()?;
+        match pair {
+            Pair::OursToCpp => {
+                // It says which server name it has registered its NICs with.
+                let mut lines = target.lines_until_ready().iter();
+                let said = lines.find_map(|line| Some(line.split_once(BOUND)?.1));
+                let server = said.and_then(|said| said.split_whitespace().next());
+                self.we_write(&segment, server.unwrap_or(&segment))
+            }
+            Pair::CppToOurs | Pair::CppToCpp => self.cpp_writes(&segment),
+        }
     }
 
     /// Variables of an end.
@@ -167,7 +155,7 @@ impl<'a> Stage<'a> {
             "target" => ["rxe_a0", "rxe_b0"],
             _ => ["rxe_a1", "rxe_b1"],
         };
-        let mut side = Side::rdma(&format!("our-{role}"), &devices).with_metadata(self.url());
+        let mut side = Side::rdma(&format!("our-{role}"), &devices);
         side.env = self.env(role);
         side.events = Some(self.dir.path().join(format!("{role}.events")));
         side
@@ -178,7 +166,7 @@ impl<'a> Stage<'a> {
             "target" => BOTH_RAILS.target_device,
             _ => BOTH_RAILS.initiator_device,
         };
-        let mut command = self.cpp.peer(role, &BOTH_RAILS, device, self.url());
+        let mut command = self.cpp.peer(role, &BOTH_RAILS, device, HANDSHAKE);
         command.envs(self.env(role));
         command
     }
@@ -186,12 +174,13 @@ impl<'a> Stage<'a> {
     fn cpp_target(&self) -> Result<(Server, String)> {
         let mut command = self.cpp_end("target");
         command.args(["--size", &BYTES.to_string()]);
-        let server = Server::start(command, "ready ", READY_WITHIN)?;
+        let server = Server::start(shell("exec \"$@\" 2>&1", &command), "ready ", READY_WITHIN)?;
         let segment = server.ready_line()["ready ".len()..].to_owned();
         Ok((server, segment))
     }
 
-    fn we_write(&self, segment: &str) -> Result<(Seen, u64)> {
+    /// We write; `server` is the name in the NIC paths that the target was registered with.
+    fn we_write(&self, segment: &str, server: &str) -> Result<(Seen, u64)> {
         let load = Load {
             operation: "write",
             block_bytes: BLOCK,
@@ -210,13 +199,11 @@ impl<'a> Stage<'a> {
             failed: report.failed,
             max_stall_ms: report.max_stall_ms,
         };
-        if let (Some(store), Some(events)) = (&self.store, side.events) {
-            // The paths by which its NICs are known here are those that it was registered with.
-            let record = record_of(store, segment)?;
+        if let Some(events) = side.events {
             let used = peers_of_rails(&EventLog::new(events).all()?);
-            let registered = nic_paths(&record)?;
+            let registered = ["rxe_a0", "rxe_b0"].map(|device| format!("{server}@{device}"));
             ensure!(
-                used == registered,
+                used == registered.clone().into(),
                 "rails to {used:?}, registered are {registered:?}"
             );
         }
@@ -231,16 +218,8 @@ impl<'a> Stage<'a> {
             .args(["--seconds", &SECONDS.to_string()]);
         // What it prints goes to a file: a line when it moves, and its report.
         let printed = self.dir.path().join("printed");
-        let mut shell = Command::new("sh");
-        shell
-            .args(["-c", "exec \"$@\" > \"$0\""])
-            .arg(&printed)
-            .arg(command.get_program())
-            .args(command.get_args());
-        for (variable, value) in command.get_envs() {
-            shell.env(variable, value.unwrap_or_default());
-        }
-        let job = Job::start(shell)?;
+        let script = format!("exec \"$@\" > {}", printed.display());
+        let job = Job::start(shell(&script, &command))?;
         let begin = Instant::now();
         let text = || fs::read_to_string(&printed).unwrap_or_default();
         while !text().starts_with("moving") {
@@ -290,33 +269,19 @@ impl<'a> Stage<'a> {
             }
         }
     }
+}
 
-    /// Every record names the server that its end was given for its NIC paths. Each end compares
-    /// the paths in a handshake with its own, so that no byte moves by any other.
-    fn check_records(&self) -> Result<()> {
-        let Some(store) = &self.store else {
-            return Ok(());
-        };
-        let records = segments(store.writes()?);
-        for record in &records {
-            let name = record["value"]["name"]
-                .as_str()
-                .context("a record without a name")?;
-            let role = if name.contains("target") {
-                "target"
-            } else {
-                "initiator"
-            };
-            let expected = format!("{}:{PORT_DEFAULT}", bind(role));
-            let server = &record["value"]["rdma_server_name"];
-            ensure!(
-                *server == expected,
-                "{name}'s NIC paths begin with {server}, not {expected}"
-            );
-        }
-        ensure!(!records.is_empty(), "no record was stored");
-        Ok(())
+/// `command` started by a shell's `script`, in which it is `$@`.
+fn shell(script: &str, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", script, "sh"])
+        .arg(command.get_program())
+        .args(command.get_args());
+    for (variable, value) in command.get_envs() {
+        shell.env(variable, value.unwrap_or_default());
     }
+    shell
 }
 
 fn bind(role: &str) -> &'static str {
@@ -324,14 +289,4 @@ fn bind(role: &str) -> &'static str {
         "target" => TARGET_BIND,
         _ => INITIATOR_BIND,
     }
-}
-
-/// The last record of a segment that was stored.
-fn record_of(store: &HttpStore, segment: &str) -> Result<Value> {
-    let records = segments(store.writes()?).into_iter().rev();
-    let mut of_segment = records.filter(|record| record["value"]["name"] == segment);
-    let record = of_segment
-        .next()
-        .with_context(|| format!("{segment} has no record"))?;
-    Ok(record["value"].clone())
 }

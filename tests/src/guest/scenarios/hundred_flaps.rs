@@ -36,8 +36,9 @@ const BACK_WITHIN: Duration = Duration::from_secs(90);
 const WINDOW: Duration = Duration::from_secs(20);
 /// Until what was cut is gone at both ends, and what is idle as well.
 const SETTLED_WITHIN: Duration = Duration::from_secs(150);
-/// What resident memory may grow by, in percent: what an allocator keeps.
-const MEMORY_GROWTH_MAX_PERCENT: u64 = 5;
+/// What resident memory may grow by, in percent: what an allocator keeps. Measured was 1 %, all of
+/// it within the first fifty flaps.
+const MEMORY_GROWTH_MAX_PERCENT: u64 = 3;
 /// Verbs objects as `rdma resource show` names them.
 const OBJECTS: [&str; 6] = ["ctx", "pd", "cq", "qp", "mr", "srq"];
 
