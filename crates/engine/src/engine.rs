@@ -3,6 +3,7 @@
 mod registration;
 mod start;
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 use std::time::Duration;
@@ -150,6 +151,59 @@ impl Engine {
         let (directory, server) = (self.inner.directory.clone(), segment.to_owned());
         self.inner
             .block(async move { directory.probe(&server).await })
+    }
+
+    /// Cuts a peer off from what it has posted: every RDMA connection between its NICs and ours is
+    /// closed, whoever opened it. Blocks, usually for milliseconds. `peer` is the name of its
+    /// segment, or the server name of its NIC paths where that is another and its segment is not
+    /// open here. Returns how many connections there were; none is no error.
+    ///
+    /// Once this has returned, nothing that the peer had posted on one of these connections, and
+    /// nothing of it that is on the wire still, can read or write memory of this engine: all queue
+    /// pairs were moved to ERR and are drained. So memory can be used for something else that the
+    /// peer does not address any more: because its process is dead, or has been told so.
+    ///
+    /// It does not keep the peer away: it may connect anew, at once, and a Rerail engine does so to
+    /// finish what it was at. Only [`unregister`](Self::unregister) takes memory away from it. Own
+    /// transfers towards the peer go on over new connections, too. Access over TCP is not cut off,
+    /// since its connections do not say whose they are.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::NotRevoked`] after five seconds, as when a device hangs: it names the
+    /// NICs. What they were told to stop goes on stopping, and calling again goes on waiting; until
+    /// then the memory must not be reused.
+    ///
+    /// # Examples
+    ///
+    /// ```no_run
+    /// # fn expired(engine: &rerail_engine::Engine) -> rerail_engine::Result<()> {
+    /// // 10.0.0.2 has died, and held a lease on a part of a registered buffer.
+    /// engine.revoke("10.0.0.2:15428")?;
+    /// // Nothing that it sent before comes late: the part can be given to somebody else.
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn revoke(&self, peer: &str) -> Result<usize> {
+        let Some(rdma) = self.inner.rdma.clone() else {
+            return Ok(0);
+        };
+        let name = peer.trim_start_matches('/').to_owned();
+        // NIC paths may begin with a name of their own.
+        let known = self.inner.peers.life(&name);
+        let server = known.map(|life| life.descriptor().nic_path_server_name().to_owned());
+        let servers = BTreeSet::from_iter(server.into_iter().chain([name]));
+        self.inner.block(async move {
+            let (mut count, mut failure) = (0, None);
+            for server in servers {
+                match rdma.revoke(&server).await {
+                    Ok(stopped) => count += stopped,
+                    // The others are to stop all the same.
+                    Err(error) => failure = Some(error),
+                }
+            }
+            failure.map_or(Ok(count), |error| Err(error.into()))
+        })
     }
 
     /// What the rails to a segment have done.

@@ -71,6 +71,26 @@ fn a_segment_that_is_opened_again_shares_the_connections() {
 }
 
 #[test]
+fn a_revoked_peer_may_connect_anew() {
+    for bound in [None, Some(("MC_RDMA_BIND_ADDRESS", "192.0.2.1"))] {
+        let rig = rig(12, 2);
+        let settings: Vec<_> = bound.into_iter().collect();
+        let (own, peer) = (engine_with(&rig, 0, &settings), engine(&rig, 1));
+        there_and_back(&own, &peer, 500_000, 1);
+        let record = own.descriptor();
+        let server = record.nic_path_server_name();
+        assert!(peer.revoke(server).expect("they stop") > 0);
+        there_and_back(&own, &peer, 500_000, 1);
+        // A segment that is open here is known by its name, whatever its NIC paths begin with.
+        let segment = peer.open_segment(own.name()).expect("it is there");
+        assert!(peer.revoke(own.name()).expect("they stop") > 0);
+        drop(segment);
+        there_and_back(&own, &peer, 500_000, 1);
+        assert_eq!(peer.revoke("nobody").expect("nothing to do"), 0);
+    }
+}
+
+#[test]
 fn nic_paths_may_have_a_server_name_of_their_own_at_both_ends() {
     let rig = rig(11, 2);
     let bound =

@@ -141,6 +141,20 @@ pub enum TransportError {
         /// The cause, a refusal in the peer's own words.
         reason: String,
     },
+    /// Connections of a peer did not stop in time.
+    #[error(
+        "connections of {peer} over {nics} have not stopped within {limit_ms} ms, as when a device \
+         hangs: what {peer} has sent may still reach memory here, which must not be reused; revoke \
+         again, or reset the device"
+    )]
+    NotRevoked {
+        /// Server name of the peer's NIC paths.
+        peer: String,
+        /// Own NICs, separated by commas.
+        nics: String,
+        /// How long it was waited for.
+        limit_ms: u64,
+    },
     /// No thread could be started.
     #[error("a data thread could not be started: {reason}")]
     Thread {
@@ -170,6 +184,7 @@ impl TransportError {
             Self::Device { .. }
             | Self::Port { .. }
             | Self::Connection { .. }
+            | Self::NotRevoked { .. }
             | Self::Thread { .. } => true,
             Self::Setting { .. } | Self::UnknownDevice { .. } | Self::Closed => false,
         }

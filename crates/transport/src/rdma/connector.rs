@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
-use rerail_verbs::{AsyncEventKind, ObjectId};
+use rerail_verbs::{AsyncEventKind, ObjectId, WcStatus};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use super::clock::Clock;
@@ -30,6 +30,7 @@ use crate::machine::ids::LocalNic;
 use crate::machine::rail::ProbeKind;
 
 mod ends;
+mod revoke;
 mod task;
 
 use ends::{Ends, Proof};
@@ -92,6 +93,17 @@ struct Shared {
     unfenced: AtomicU64,
     table: Mutex<Table>,
     paths: Mutex<Paths>,
+    /// By NIC: for the ends that nothing is posted on.
+    probing: Mutex<BTreeMap<u32, Probing>>,
+}
+
+/// What probes the ends of a NIC that no rail uses.
+#[derive(Clone)]
+struct Probing {
+    /// One permit: the right to use the rail.
+    turns: Arc<Semaphore>,
+    /// A rail that leads nowhere: the data thread's place for the end that is probed.
+    rail: Option<Arc<Rail>>,
 }
 
 #[derive(Default)]
@@ -171,6 +183,7 @@ impl Connector {
                 unfenced: AtomicU64::new(0),
                 table: Mutex::default(),
                 paths: Mutex::default(),
+                probing: Mutex::default(),
             }),
         }
     }
@@ -457,9 +470,39 @@ impl Connector {
 
     /// A first packet number, at random.
     fn packet_number(&self) -> u32 {
-        let chance = &self.shared.chance;
-        let mut chance = chance.lock().unwrap_or_else(PoisonError::into_inner);
-        chance.random::<u32>() & 0x00ff_ffff
+        self.chance().random::<u32>() & 0x00ff_ffff
+    }
+
+    fn chance(&self) -> MutexGuard<'_, SmallRng> {
+        let chance = self.shared.chance.lock();
+        chance.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The probe of an end came back.
+    pub(super) fn probed(&self, endpoint: EndpointKey, status: WcStatus) {
+        // One that is gone needs no answer.
+        drop(self.send(endpoint, Mail::Probed(status)));
+    }
+
+    /// Who may probe an end of a NIC, one at a time.
+    fn turns(&self, nic: &Nic) -> Arc<Semaphore> {
+        self.probing(nic).turns
+    }
+
+    /// The rail that stands for the end of a NIC which is being probed.
+    fn probing_rail(&self, nic: &Nic) -> Option<Arc<Rail>> {
+        self.probing(nic).rail
+    }
+
+    fn probing(&self, nic: &Nic) -> Probing {
+        let all = &self.shared.probing;
+        // What is in the map is whole whatever panicked.
+        let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+        let make = || Probing {
+            turns: Arc::new(Semaphore::new(1)),
+            rail: Rail::to_nowhere(nic.index(), &self.shared.nics.names()),
+        };
+        all.entry(nic.index().0).or_insert_with(make).clone()
     }
 
     /// The endpoint is connected.

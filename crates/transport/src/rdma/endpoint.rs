@@ -46,6 +46,9 @@ pub struct Limits {
     /// How long a packet may live in the network after its queue pair is gone, for a peer that
     /// does not confirm its end.
     pub packet_lifetime: Duration,
+    /// After this time at most an end that a peer opened, and that no rail of ours uses, is probed:
+    /// nothing else tells that its peer has died.
+    pub idle: Duration,
 }
 
 impl Limits {
@@ -66,6 +69,7 @@ impl Default for Limits {
             drain: Duration::from_secs(1),
             fence: Duration::from_secs(1),
             packet_lifetime: Duration::from_secs(2),
+            idle: Duration::from_secs(60),
         }
     }
 }

@@ -352,7 +352,34 @@ pub struct Rail {
     trouble: Mutex<Option<String>>,
 }
 
+/// The peer of rails that lead nowhere. Engines count theirs from 1.
+const NOBODY: PeerId = PeerId(u64::MAX);
+
 impl Rail {
+    /// A rail that stands for ends which no rail uses; `locals` are the names of the own NICs.
+    pub(super) fn to_nowhere(local: LocalNic, locals: &[String]) -> Option<Arc<Self>> {
+        let nic = PeerNic {
+            index: 0,
+            path: "whoever opened it".to_owned(),
+            gid: Gid::NULL,
+            lid: 0,
+        };
+        let spec = PeerSpec {
+            id: NOBODY,
+            segment: String::new(),
+            server: String::new(),
+            instance: None,
+            nics: vec![nic],
+        };
+        let peer = Peer::new(spec, locals);
+        peer.table().of_local(local.0 as usize).first().cloned()
+    }
+
+    /// Whether a rail of that number leads nowhere.
+    pub(super) fn is_to_nowhere(id: RailId) -> bool {
+        id.peer.peer == NOBODY
+    }
+
     fn new(id: RailId, local_name: &str, nic: &PeerNic, peer: &Arc<Shared>) -> Self {
         Self {
             id,

@@ -108,6 +108,16 @@ pub(super) fn rig(seed: u64, nics: u8) -> Rig {
 impl Rig {
     /// A transport whose server name is `host0` or `host1`. A later one takes the name over.
     pub(super) fn transport(&self, host: usize, instance: &str) -> RdmaTransport {
+        self.transport_with(host, instance, RdmaConfig::default())
+    }
+
+    /// The same with settings of its own.
+    pub(super) fn transport_with(
+        &self,
+        host: usize,
+        instance: &str,
+        config: RdmaConfig,
+    ) -> RdmaTransport {
         let process = self.fabric.add_process(self.hosts[host].0);
         let identity = Identity {
             server: format!("host{host}"),
@@ -116,7 +126,7 @@ impl Rig {
         let transport = RdmaTransport::open(
             &self.fabric.devices_of(process),
             &[],
-            RdmaConfig::default(),
+            config,
             Clock::start(),
             identity,
             Arc::new(Arc::clone(&self.wire)),

@@ -307,6 +307,11 @@ impl Router {
                 rail,
                 probe,
                 status,
+            } if Rail::is_to_nowhere(rail) => self.connector.probed(probe, status),
+            Report::ProbeDone {
+                rail,
+                probe,
+                status,
             } => self.keeper.probe_done(rail, probe, status),
             Report::Progress { rail, bytes, took } => self.keeper.progress(rail, bytes, took),
             Report::Broken { endpoint, cause } => self.connector.broken(endpoint, cause),

@@ -34,6 +34,9 @@ const REPORTS_MAX: usize = 4096;
 /// How long closing waits for endpoints to be fenced.
 const CLOSE_LIMIT: Duration = Duration::from_secs(3);
 
+/// How long [`RdmaTransport::revoke`] waits: longer than a device may take that does not hang.
+const REVOKE_LIMIT: Duration = Duration::from_secs(5);
+
 /// NICs, endpoints and threads of one engine.
 pub struct RdmaTransport {
     config: RdmaConfig,
@@ -252,6 +255,17 @@ impl RdmaTransport {
     /// Takes a peer's Connection message and returns the answer, or the reason to refuse.
     pub async fn accept(&self, offer: Offer) -> Result<Offer, String> {
         self.connector.accept(offer).await
+    }
+
+    /// Cuts off the peer that calls itself `server` in its NIC paths: every connection with it is
+    /// closed, whoever opened it, and has stopped when this returns; see [`Connector::revoke`].
+    /// Returns how many there were.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::NotRevoked`] if some have not stopped within five seconds.
+    pub async fn revoke(&self, server: &str) -> Result<usize, TransportError> {
+        self.connector.revoke(server, REVOKE_LIMIT).await
     }
 
     /// Closes all endpoints and waits until they are fenced, for a few seconds at most.

@@ -25,6 +25,8 @@ const OVER_MAX: usize = 1024;
 #[derive(Clone, Debug)]
 pub(super) struct Proof {
     stopped: Arc<AtomicBool>,
+    /// What we had posted on them has come back, too.
+    drained: Arc<AtomicBool>,
     /// Number of the opening that the queue pairs were made of, and its thread.
     opening: u32,
     control: ControlThread,
@@ -35,6 +37,7 @@ impl Proof {
     pub(super) fn new(opening: &Opening) -> Self {
         Self {
             stopped: Arc::default(),
+            drained: Arc::default(),
             opening: opening.number(),
             control: opening.context().control().clone(),
         }
@@ -43,6 +46,11 @@ impl Proof {
     /// All of the queue pairs are in ERR, or destroyed.
     pub(super) fn give(&self) {
         self.stopped.store(true, Ordering::Release);
+    }
+
+    /// All that was posted on the queue pairs has come back, or will not any more.
+    pub(super) fn drained(&self) {
+        self.drained.store(true, Ordering::Release);
     }
 
     /// Closing a device destroys what it has refused to destroy before.
@@ -61,13 +69,21 @@ struct End {
     proof: Proof,
 }
 
+impl End {
+    /// Nothing moves over it any more, in either direction.
+    fn is_quiet(&self) -> bool {
+        self.proof.is_given() && self.proof.drained.load(Ordering::Acquire)
+            || self.proof.control.is_closed()
+    }
+}
+
 /// Those of all endpoints.
 #[derive(Debug, Default)]
 pub(super) struct Ends {
     /// Of endpoints that are there.
     live: BTreeMap<EndpointKey, End>,
     /// Of endpoints that have ended without proof.
-    over: Vec<End>,
+    over: Vec<(EndpointKey, End)>,
     /// NICs with more of those than are remembered, each with one of them for each opening.
     beyond: Vec<(u32, Proof)>,
 }
@@ -102,7 +118,7 @@ impl Ends {
             return;
         };
         if self.over.len() < OVER_MAX {
-            self.over.push(end);
+            self.over.push((key, end));
             return;
         }
         let is_of =
@@ -120,11 +136,33 @@ impl Ends {
             let same = psn.is_none() || end.peer_psn.is_none() || end.peer_psn == psn;
             end.nic == nic && end.peer_path == peer_path && same
         };
-        self.over.iter().any(is_meant) || self.beyond.iter().any(|(of, _)| *of == nic)
+        self.over.iter().any(|(_, end)| is_meant(end))
+            || self.beyond.iter().any(|(of, _)| *of == nic)
+    }
+
+    /// Those that have ended without proof, of the peers that are meant.
+    pub(super) fn over_of(&self, is_meant: impl Fn(&str) -> bool) -> Vec<EndpointKey> {
+        let over = self.over.iter();
+        let over = over.filter(|(_, end)| is_meant(&end.peer_path));
+        over.map(|(key, _)| *key).collect()
+    }
+
+    /// Whether the queue pairs of an endpoint that is there were to be connected.
+    pub(super) fn is_known(&self, key: EndpointKey) -> bool {
+        self.live.contains_key(&key)
+    }
+
+    /// The NIC of an end over which something may move still.
+    pub(super) fn moves(&self, key: EndpointKey) -> Option<u32> {
+        if let Some(end) = self.live.get(&key) {
+            return (!end.is_quiet()).then_some(end.nic);
+        }
+        let (_, end) = self.over.iter().find(|(of, _)| *of == key)?;
+        (!end.proof.is_given()).then_some(end.nic)
     }
 
     fn forget_given(&mut self) {
-        self.over.retain(|end| !end.proof.is_given());
+        self.over.retain(|(_, end)| !end.proof.is_given());
         self.beyond.retain(|(_, proof)| !proof.control.is_closed());
     }
 }

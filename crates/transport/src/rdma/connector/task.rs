@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
-use rerail_verbs::{AsyncEventKind, Gid, ObjectId, QpState, QueuePair};
+use rerail_verbs::{AsyncEventKind, Gid, ObjectId, QpState, QueuePair, WcStatus};
 use tokio::sync::{mpsc, oneshot};
 
 use super::super::endpoint::{
@@ -19,14 +19,18 @@ use super::super::keeper::{Binding, RailKeeper};
 use super::super::nic::Nic;
 use super::super::opening::Opening;
 use super::super::pairs::{self, Prepared, Raised};
-use super::super::paths::{Doubt, MTU_SAFE, Paths, Row, Way};
+use super::super::paths::{Paths, Row, Way};
 use super::super::rail::Rail;
 use super::super::signaling::SignalError;
 use super::super::transfer::Transfer;
 use super::{Answer, Connector, Mailbox, Proof, order, server_of};
 use crate::machine::rail::ProbeKind;
-use crate::machine::verdict::{RequestFault, Verdict, verdict};
 use crate::machine::{Machine, Time};
+
+mod idle;
+mod learn;
+
+use idle::{Idle, Turn};
 
 /// What a C++ peer answers to a request without queue pairs, after it has moved its end to ERR.
 const CPP_CLOSED: &str = "QP count mismatch";
@@ -58,6 +62,10 @@ pub(super) enum Mail {
     QueuePairEvent(ObjectId, AsyncEventKind),
     /// Its queue pairs were in ERR before we moved them there.
     WereInError,
+    /// It is its turn to probe whether its peer is still there.
+    Turn(Turn),
+    /// That probe came back, with success or not.
+    Probed(WcStatus),
     /// The data thread has nothing of it any more, but holds these transfers for the fence.
     Drained(Vec<Arc<Transfer>>),
 }
@@ -87,6 +95,7 @@ pub(super) struct EndpointTask {
     opened_here: bool,
     /// The data thread knows the endpoint.
     attached: bool,
+    idle: Idle,
     retired: bool,
     last_token: u64,
     answers: BTreeMap<Token, oneshot::Sender<Answer>>,
@@ -121,6 +130,7 @@ impl EndpointTask {
             rails: Vec::new(),
             opened_here: false,
             attached: false,
+            idle: Idle::default(),
             retired: false,
             last_token: 0,
             answers: BTreeMap::new(),
@@ -142,6 +152,7 @@ impl EndpointTask {
                 break;
             }
             let due = self.machine.next_timeout();
+            let due = due.into_iter().chain(self.idle_due()).min();
             let sleep = async {
                 match due {
                     Some(due) => clock.sleep_until(due).await,
@@ -155,7 +166,11 @@ impl EndpointTask {
                     Some(next) => self.read(next).await,
                     None => break,
                 },
-                () = sleep => self.machine.handle_timeout(clock.now()),
+                () = sleep => {
+                    let now = clock.now();
+                    self.machine.handle_timeout(now);
+                    self.look_after(now).await;
+                }
             }
         }
         self.connector.forget(self.key);
@@ -176,6 +191,8 @@ impl EndpointTask {
                 | Mail::Prepared(_)
                 | Mail::Raised(_)
                 | Mail::WereInError
+                | Mail::Turn(_)
+                | Mail::Probed(_)
                 | Mail::TableRead(_)
                 | Mail::QueuePairEvent(..) => {}
             }
@@ -224,6 +241,8 @@ impl EndpointTask {
                 }
             }
             Mail::WereInError => self.were_in_error(),
+            Mail::Turn(turn) => self.take_turn(now, turn).await,
+            Mail::Probed(status) => self.probed(status).await,
             Mail::TableRead(table) => {
                 if let Some(gone) = self.own_row().filter(|row| !table.contains(row)) {
                     let reason = format!("its own GID {} has left its row", gone.gid);
@@ -231,8 +250,10 @@ impl EndpointTask {
                     self.machine.handle(now, Input::Close(cause));
                 }
             }
+            Mail::Drained(held) if self.idle.was_only_lent() => self.held.extend(held),
             Mail::Drained(held) => {
                 self.held.extend(held);
+                self.has_drained();
                 self.machine.handle(now, Input::Drained);
             }
         }
@@ -299,18 +320,24 @@ impl EndpointTask {
                 for (rail, _) in others {
                     keeper.peer_restarted(&rail);
                 }
+                self.leave_alone();
             }
             Action::Detach => {
                 self.gate.store(false, Ordering::Release);
                 if self.attached {
                     self.order(Order::Detach(self.key)).await;
                 }
+                // After the order: the next endpoint's probe must not find this one in its place.
+                self.idle = self.idle.end();
             }
             Action::ToError => self.to_error(),
             Action::AwaitDrain if self.attached => {
                 self.order(Order::AwaitDrain(self.key)).await;
             }
-            Action::AwaitDrain => self.input(Input::Drained),
+            Action::AwaitDrain => {
+                self.has_drained();
+                self.input(Input::Drained);
+            }
             Action::Destroy => self.destroy(),
             Action::GiveUp => {
                 if self.attached {
@@ -342,6 +369,13 @@ impl EndpointTask {
 
     async fn order(&self, wanted: Order) {
         order(self.connector.shared.clock, &self.inbox, wanted).await;
+    }
+
+    /// Nothing that was posted on it is under way any more.
+    fn has_drained(&self) {
+        if let Some(proof) = &self.proof {
+            proof.drained();
+        }
     }
 
     fn input(&self, input: Input) {
@@ -486,6 +520,7 @@ impl EndpointTask {
                         && let Some(proof) = &proof
                     {
                         proof.give();
+                        proof.drained();
                     }
                     // One that the device refuses to destroy may be at work still, unless it is in
                     // ERR: the machine's own time limit gives the verdict.
@@ -616,6 +651,7 @@ impl EndpointTask {
             gate: Arc::clone(&self.gate),
         };
         self.attached = true;
+        self.idle.is_lent = false;
         rail.begins();
         self.order(attach).await;
         // After the order: a probe that comes of it finds the queue pairs there.
@@ -678,117 +714,5 @@ impl EndpointTask {
 
     fn own_gid(&self) -> Option<Gid> {
         self.local.as_ref().and_then(|local| local.gid)
-    }
-
-    /// Keeps what the endpoint has found out about its way, for the next one.
-    fn learn(&self, cause: &CloseCause) {
-        let (now, way) = (self.connector.shared.clock.now(), self.way());
-        if !self.attached {
-            // What our own device refused is noted already.
-            if let (CloseCause::Refused(_), Some(gid)) = (cause, self.own_gid())
-                && cause.is_unreachable()
-            {
-                self.paths().refused(now, &way, gid);
-            }
-            return;
-        }
-        for (rail, _) in &self.rails {
-            if rail.has_moved_long() {
-                self.paths().long_passed(&way);
-            }
-            let probe = rail.unproved();
-            if let (None, Some(gid)) = (probe, self.own_gid()) {
-                self.paths().proved(&way, gid);
-            }
-            match (cause, probe) {
-                (CloseCause::Failed { status, .. }, Some(probe))
-                    if verdict(*status) == Verdict::Path =>
-                {
-                    self.unproved(probe);
-                }
-                // A READ over ends that disagree may neither end nor fail.
-                (CloseCause::Stalled(_), Some(probe)) => self.unproved(probe),
-                (CloseCause::Failed { status, .. }, None)
-                    if verdict(*status) == Verdict::Path && !rail.has_moved_long() =>
-                {
-                    self.long_lost(Doubt::Likely);
-                }
-                (CloseCause::Stalled(_), None) if !rail.has_moved_long() => {
-                    self.long_lost(Doubt::Likely);
-                }
-                (CloseCause::Failed { status, .. }, _)
-                    if verdict(*status) == Verdict::Request(RequestFault::Length)
-                        && !rail.has_moved_long() =>
-                {
-                    self.disagreed();
-                }
-                _ => {}
-            }
-        }
-    }
-
-    /// The peer, which does not say its MTU, has sent what our queue pairs could not take, and has
-    /// closed them then. Other MTUs look like that, of which one end sees nothing else; so do keys
-    /// that are wrong, and hence it is tried one way and the other.
-    fn were_in_error(&self) {
-        let by_peer = [
-            CloseCause::PeerClosed,
-            CloseCause::PeerRebuilt,
-            CloseCause::Event(AsyncEventKind::QpReqErr),
-        ];
-        let cause = self.machine.close_cause();
-        if !cause.is_some_and(|cause| by_peer.contains(cause)) {
-            return;
-        }
-        self.disagreed();
-    }
-
-    /// The ends' MTUs differ. A peer that does not say its own has the long one or the short one.
-    fn disagreed(&self) {
-        let mtu = self.local.as_ref().and_then(|local| local.path_mtu);
-        if mtu.is_some_and(|mtu| mtu > MTU_SAFE) {
-            self.long_lost(Doubt::Sure);
-        } else if !self.paths().long_again(&self.way()) {
-            self.warn_of_mtus();
-        }
-    }
-
-    /// Its connection did not pass a probe.
-    fn unproved(&self, probe: ProbeKind) {
-        match probe {
-            ProbeKind::FullMtuRead => self.long_lost(Doubt::Sure),
-            ProbeKind::ZeroLengthRead => {
-                if let Some(gid) = self.own_gid() {
-                    let now = self.connector.shared.clock.now();
-                    self.paths().silent(now, &self.way(), gid);
-                }
-            }
-        }
-    }
-
-    /// Where our packets are short because our interface is, and the peer does not say how long its
-    /// own are, only its operator can help.
-    fn warn_of_mtus(&self) {
-        let mtu = self.local.as_ref().and_then(|local| local.path_mtu);
-        if self.machine.is_mtu_unsaid() && mtu.is_some_and(|mtu| mtu <= MTU_SAFE) {
-            tracing::warn!(
-                nic = self.nic.name(), peer = %self.peer_path, mtu = mtu.map(|mtu| mtu.bytes()),
-                "the peer seems to use a longer path MTU than our interface has, and does not \
-                 negotiate it: give both interfaces the same MTU, or set MC_MTU at the peer"
-            );
-        }
-    }
-
-    /// Long packets do not get through, or seem not to.
-    fn long_lost(&self, doubt: Doubt) {
-        let now = self.connector.shared.clock.now();
-        let mtu = self.local.as_ref().and_then(|local| local.path_mtu);
-        let is_long = mtu.is_some_and(|mtu| mtu > MTU_SAFE);
-        if is_long && self.paths().long_lost(now, &self.way(), doubt) {
-            tracing::warn!(
-                nic = self.nic.name(), peer = %self.peer_path, mtu = MTU_SAFE.bytes(),
-                "long packets do not get through: new connections use a shorter path MTU for a while"
-            );
-        }
     }
 }

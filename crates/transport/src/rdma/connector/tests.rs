@@ -11,7 +11,9 @@ use super::*;
 use crate::TransferError;
 
 mod closes;
+mod idle;
 mod paths;
+mod revoke;
 
 #[test]
 fn a_connection_that_the_peer_closes_is_made_again_and_no_transfer_fails() {

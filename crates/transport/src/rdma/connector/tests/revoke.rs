@@ -1,0 +1,94 @@
+//! What a peer may still do once it is revoked.
+
+use super::*;
+
+const REVOKED_WITHIN: Duration = Duration::from_secs(20);
+
+#[test]
+fn nothing_that_a_revoked_peer_has_on_the_wire_reaches_memory_that_is_used_again() {
+    // What is on the wire arrives when the queue pairs have stopped; or before, while they cannot
+    // be stopped yet.
+    for (latency_ms, hangs_ms) in [(600, 0), (300, 1_500)] {
+        let latency = Duration::from_millis(latency_ms);
+        let rig = rig(17, 1);
+        let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+        let peer = peer_of(&a, 1, &b);
+        let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+        let write = Move::all(&a, &peer, &source, &target);
+        write.run().expect("moved");
+        let ones = vec![1; 64 * KIB as usize];
+        let twos = vec![2; 64 * KIB as usize];
+        source.memory().copy_in(0, &ones).expect("inside");
+        *rig.wire.refusal.lock().expect("whole") = Some(("host0", "not now"));
+        let slow = rig.fabric.degrade(
+            rig.port(0, 0),
+            LinkOptions {
+                latency,
+                ..LinkOptions::default()
+            },
+        );
+        let (_, finish) = write.write();
+        wait_until("it is on the wire", || rig.fabric.stats().packets > 0);
+        rig.fabric
+            .hang_control(rig.hosts[1].1[0], Duration::from_millis(hangs_ms));
+        let revoked = b.connector().revoke("host0", REVOKED_WITHIN);
+        let count = rig.runtime.block_on(revoked).expect("they stop");
+        assert_eq!(count, 1);
+        target.memory().copy_in(0, &twos).expect("inside");
+        std::thread::sleep(latency + Duration::from_millis(200));
+        let mut found = vec![0; 64 * KIB as usize];
+        target.memory().copy_out(0, &mut found).expect("inside");
+        assert!(found == twos, "bytes came late: {latency_ms}, {hangs_ms}");
+        drop(slow);
+        // The peer connects anew, and goes on.
+        *rig.wire.refusal.lock().expect("whole") = None;
+        finish.wait().expect("moved over a new connection");
+        target.memory().copy_out(0, &mut found).expect("inside");
+        assert!(found == ones, "by the transfer that was under way");
+        write.run().expect("moved");
+    }
+}
+
+#[test]
+fn who_has_no_connection_is_revoked_at_once_and_others_keep_theirs() {
+    let rig = rig(18, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, KIB), registered(&b, KIB));
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    for stranger in ["nobody", "", "host", "host0@sim0"] {
+        let revoked = b.connector().revoke(stranger, Duration::ZERO);
+        assert_eq!(rig.runtime.block_on(revoked).expect("nothing to do"), 0);
+    }
+    let asks = rig.asks();
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    assert_eq!((rig.asks(), b.connector().endpoints()), (asks, 1));
+}
+
+#[test]
+fn a_device_that_hangs_is_named_and_revoking_again_goes_on_waiting() {
+    const HANGS: Duration = Duration::from_secs(6);
+    let rig = rig(19, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, KIB), registered(&b, KIB));
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    *rig.wire.refusal.lock().expect("whole") = Some(("host0", "not now"));
+    let begin = Instant::now();
+    rig.fabric.hang_control(rig.hosts[1].1[0], HANGS);
+    let revoke = |limit| {
+        let revoked = b.connector().revoke("host0", limit);
+        rig.runtime.block_on(revoked)
+    };
+    let error = revoke(Duration::from_millis(50)).expect_err("they cannot stop");
+    let text = error.to_string();
+    assert!(text.contains("host0") && text.contains("sim0"), "{text}");
+    assert!(error.is_retryable());
+    // Its endpoint is given up meanwhile, which proves nothing.
+    wait_until("it has ended", || b.connector().endpoints() == 0);
+    if begin.elapsed() < HANGS {
+        assert!(revoke(Duration::ZERO).is_err() || begin.elapsed() >= HANGS);
+    }
+    revoke(REVOKED_WITHIN).expect("the device answers in the end");
+    assert!(begin.elapsed() >= HANGS, "it hung still");
+}
