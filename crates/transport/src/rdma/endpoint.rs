@@ -353,7 +353,11 @@ impl Endpoint {
             return;
         }
         if let Some(current) = self.foreign_instance(&offer) {
-            self.act(Action::Refuse(token, current));
+            self.act(Action::Refuse(token, current.clone()));
+            if self.state == State::New {
+                // It was made for this request, and another may never come.
+                self.close(now, CloseCause::Mismatch(current));
+            }
             return;
         }
         match self.state {

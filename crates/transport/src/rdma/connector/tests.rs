@@ -189,6 +189,25 @@ fn strangers_get_a_bounded_number_of_endpoints() {
 }
 
 #[test]
+fn who_means_an_earlier_process_takes_no_place() {
+    let rig = rig(36, 1);
+    let b = rig.transport(1, "b1");
+    let path = b.identity().path(&b.nics()[0]);
+    let accept = |offer: Offer| rig.runtime.block_on(b.connector().accept(offer));
+    for stranger in 0..2 * HALF_OPEN_PER_NIC_MAX as u32 {
+        let from = format!("stranger{stranger}@sim0");
+        let earlier = Offer {
+            peer_instance: Some("b0".to_owned()),
+            ..request(&from, &path, 1000 + 2 * stranger)
+        };
+        let reason = accept(earlier).expect_err("it is not that one");
+        assert!(reason.contains("b1"), "{reason}");
+    }
+    wait_until("nothing is left of them", || b.connector().endpoints() == 0);
+    accept(request("late@sim0", &path, 3000)).expect("there is room");
+}
+
+#[test]
 fn x04_ends_of_a_process_that_died_unread_go_when_its_successor_speaks_on_any_nic() {
     let rig = rig(35, 2);
     let b = rig.transport(1, "b1");

@@ -331,14 +331,18 @@ fn h18_a_refusal_is_the_cause_in_the_peers_words() {
 }
 
 #[test]
-fn a_request_meant_for_an_earlier_instance_is_refused() {
+fn a_request_meant_for_an_earlier_instance_is_refused_and_leaves_no_endpoint() {
     let mut endpoint = endpoint("b", "a");
     let request = Offer {
         peer_instance: Some("older".into()),
         ..offer("a", "b", 1)
     };
     let out = handle(&mut endpoint, Input::Requested(Token(1), request));
-    assert!(matches!(&out[..], [Action::Refuse(Token(1), text)] if text.contains("older")));
+    let [Action::Refuse(Token(1), refusal), Action::Closed(cause)] = &out[..] else {
+        panic!("{out:?}");
+    };
+    assert!(refusal.contains("older"), "{refusal}");
+    assert_eq!(*cause, CloseCause::Mismatch(refusal.clone()));
 }
 
 #[test]
@@ -349,7 +353,7 @@ fn an_answer_of_another_instance_or_its_refusal_means_that_the_peer_was_restarte
         ..offer("a", "b", 1)
     };
     let out = handle(&mut passive, Input::Requested(Token(1), meant));
-    let [Action::Refuse(_, refusal)] = &out[..] else {
+    let [Action::Refuse(_, refusal), ..] = &out[..] else {
         panic!("{out:?}");
     };
     let younger = Offer {
