@@ -30,6 +30,8 @@ mod doubt;
 mod openings;
 mod probe;
 mod settle;
+#[cfg(test)]
+mod tests;
 
 use check::Pace;
 use doubt::doubts_reads;

@@ -29,7 +29,7 @@ const WINDOW_BYTES_MIN: u64 = 512 << 10;
 const WINDOW_TIME: Duration = Duration::from_millis(20);
 
 /// Rate that is assumed before any is measured, in bytes a second.
-const RATE_ASSUMED: f64 = 4e6;
+pub(super) const RATE_ASSUMED: f64 = 4e6;
 
 /// Longest time that in-flight bytes are granted, whatever the rate.
 const GRANT_MAX: Duration = Duration::from_secs(5);
@@ -46,7 +46,7 @@ pub(super) struct Pace {
     pub(super) queue_empty: bool,
     was_busy: bool,
     /// Bytes a second, while there was always work in flight.
-    rate: Option<f64>,
+    pub(super) rate: Option<f64>,
 }
 
 impl Pace {
