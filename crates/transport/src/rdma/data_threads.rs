@@ -16,6 +16,10 @@ use super::inbox::{Inbox, Report, Wake};
 use super::nic::Nic;
 use crate::TransportError;
 
+/// A driver, and what reaches it.
+#[cfg(test)]
+type Served = (Driver, Arc<Inbox>);
+
 /// The data threads of an engine.
 pub(super) struct DataThreads {
     config: RdmaConfig,
@@ -23,6 +27,10 @@ pub(super) struct DataThreads {
     threads_max: usize,
     /// `None` once they are stopped.
     running: Mutex<Option<Running>>,
+    /// Drivers that were to be served and whose owner steps them: where it is there, no thread is
+    /// ever started.
+    #[cfg(test)]
+    stepped: Option<Mutex<Vec<Served>>>,
 }
 
 struct Running {
@@ -41,7 +49,32 @@ impl DataThreads {
             clock,
             threads_max: (cores / 2).max(1),
             running: Mutex::new(Some(Running { reports, threads })),
+            #[cfg(test)]
+            stepped: None,
         }
+    }
+
+    /// Without threads: drivers are [taken](Self::take_drivers) by who steps them.
+    #[cfg(test)]
+    pub(super) fn in_turns(
+        config: RdmaConfig,
+        clock: Clock,
+        reports: mpsc::Sender<Report>,
+    ) -> Self {
+        Self {
+            stepped: Some(Mutex::default()),
+            ..Self::new(config, clock, reports)
+        }
+    }
+
+    /// The drivers of NICs that are served since this was last called, with their inboxes.
+    #[cfg(test)]
+    pub(super) fn take_drivers(&self) -> Vec<Served> {
+        let stepped = self.stepped.iter();
+        let stepped = stepped.map(|one| one.lock().unwrap_or_else(PoisonError::into_inner));
+        stepped
+            .flat_map(|mut one| std::mem::take(&mut *one))
+            .collect()
     }
 
     /// Has a thread serve one more NIC. What is put into the inbox reaches it.
@@ -59,6 +92,13 @@ impl DataThreads {
             let driver = Driver::new(nic, inbox_of_driver, reports, &self.config, now);
             (driver, inbox)
         };
+        #[cfg(test)]
+        if let Some(stepped) = &self.stepped {
+            let (driver, inbox) = driver(&Arc::default());
+            let mut stepped = stepped.lock().unwrap_or_else(PoisonError::into_inner);
+            stepped.push((driver, Arc::clone(&inbox)));
+            return Ok(inbox);
+        }
         if threads.len() < self.threads_max {
             let wake = Arc::default();
             let (driver, inbox) = driver(&wake);

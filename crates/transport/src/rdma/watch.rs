@@ -50,7 +50,7 @@ mod read;
 #[cfg(test)]
 mod tests;
 
-use finder::Finder;
+pub(super) use finder::Finder;
 use hints::Hints;
 pub(super) use read::{failure, read_port};
 
@@ -61,7 +61,7 @@ const EVENTS_MAX: usize = 64;
 const SLEEP_MAX: Duration = Duration::from_millis(250);
 
 /// How often it is looked whether there are other devices, though nothing says so.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
+pub(super) const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 /// How soon after another look, when something says so: a device appears bit by bit.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

@@ -1,12 +1,13 @@
 //! How a node carries out what its machines and its RDMA side want.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::link::{Message, Outgoing, lock};
-use super::node::{Known, life_of, name, nic_name, number, subscriber};
+use super::node::{Known, REGION, life_of, matrix, name, number, subscriber};
 use super::store::member;
-use super::world::{Coming, Exchange, WIRE, World};
+use super::world::{Coming, Exchange, Host, WIRE, World};
 use crate::TransferError;
 use crate::machine::ids::{LocalNic, PeerId};
 use crate::machine::observer::{self, Outcome};
@@ -18,6 +19,7 @@ use crate::rdma::driver::Activity;
 use crate::rdma::rail::{Peer, PeerNic, PeerSpec};
 use crate::rdma::watch;
 use rand::Rng as _;
+use rerail_metadata::descriptor::{Device, SegmentDescriptor};
 
 /// Rounds of one node at one instant; more means that two of its parts chase each other.
 const ROUNDS_MAX: usize = 2_000;
@@ -142,9 +144,9 @@ impl World {
     /// What the watch does about the NICs of a node.
     fn observe(&mut self, host: usize, is_first: bool) -> bool {
         let now = self.now;
-        let nics = self.hosts[host].nics.len();
-        let mut moved = false;
-        for at in 0..nics {
+        let mut moved = is_first && self.look(host);
+        let ports = self.node(host).map_or(0, |node| node.ports.len());
+        for at in 0..ports {
             let Some(node) = self.node(host) else {
                 return moved;
             };
@@ -184,13 +186,30 @@ impl World {
         moved
     }
 
+    /// Looks for NICs that have come, when it is time.
+    fn look(&mut self, host: usize) -> bool {
+        let (now, fabric) = (self.now, self.fabric.clone());
+        let Host { node, nics, .. } = &mut self.hosts[host];
+        let Some(node) = node.as_mut().filter(|node| now >= node.look_at) else {
+            return false;
+        };
+        let names = node.look(now, &fabric, nics);
+        for name in &names {
+            self.coverage.count("nic", "taken in");
+            self.say(host, format_args!("takes in {name}"));
+        }
+        !names.is_empty()
+    }
+
     fn observed(&mut self, host: usize, local: LocalNic, action: observer::Action) {
         let now = self.now;
         self.coverage.count("observer", variant(&action));
         if let observer::Action::Report { outcome, .. } = &action {
             self.coverage.count("observer", variant(outcome));
             if *outcome != Outcome::Unchanged {
-                let nic = nic_name(local.0);
+                let node = self.node(host);
+                let nic = node.map(|node| node.ports[local.0 as usize].nic.name().to_owned());
+                let nic = nic.unwrap_or_default();
                 self.say(host, format_args!("{nic} reads {outcome:?}"));
             }
         }
@@ -275,6 +294,12 @@ impl World {
                 let edit = Edit::Port { local, facts, gids };
                 self.edit(host, edit);
             }
+            Outgoing::Adding(local, name) => self.edit(host, Edit::Nic { local, name }),
+            Outgoing::Added(names) => self.edit(host, matrix(names)),
+            Outgoing::Rekeyed(local) => {
+                let keys = BTreeMap::from([(REGION, node.keys(local))]);
+                self.edit(host, Edit::Rekey { local, keys });
+            }
             Outgoing::Recheck(local) => {
                 self.coverage.count("rail", "RecheckLocal");
                 let hint = observer::Input::Hint { port: None };
@@ -297,11 +322,12 @@ impl World {
                 let (local, peer, cause) = (&change.local, &change.peer, &change.cause);
                 let what = format_args!("{local} - {peer}: {from:?} > {to:?}, {cause}");
                 self.say(host, what);
-                let index = (0..).find(|index| nic_name(*index) == *local);
+                let mut nics = self.node(host).into_iter().flat_map(|node| &node.ports);
+                let nic = nics.find(|port| port.nic.name() == *local);
+                let nic = nic.map(|port| port.nic.index());
                 if to == RailState::Up
-                    && let Some(index) = index
+                    && let Some(local) = nic
                 {
-                    let local = LocalNic(index);
                     self.edit(host, Edit::Proved { local });
                 }
             }
@@ -540,41 +566,42 @@ impl World {
         let Some(record) = node.peers.descriptor(of).cloned() else {
             return;
         };
-        if !node.known.contains_key(&peer) {
+        let nics_of_it = nics_of(of, &record);
+        let count = nics_of_it.len();
+        if let Some(known) = node.known.get_mut(&peer) {
+            // Those that are new are down until the record says otherwise, just below.
+            let down: Vec<_> = (known.nics as u32..count as u32).collect();
+            known.nics = count;
+            node.router.peer_grown(&known.peer, &nics_of_it, &down);
+        } else {
             let instance = member(&record).map(|member| member.instance);
             let life = instance.map_or((far, 0), super::link::life_of_instance);
-            let devices = record.devices.iter();
             let spec = PeerSpec {
                 id: peer,
                 segment: of.to_owned(),
                 server: of.to_owned(),
                 instance: instance.map(|instance| instance.to_string()),
-                nics: (0..)
-                    .zip(devices)
-                    .map(|(index, device)| PeerNic {
-                        index,
-                        path: format!("{of}@{}", device.name),
-                        gid: device.gid,
-                        lid: device.lid,
-                    })
-                    .collect(),
+                nics: nics_of_it,
             };
-            assert_eq!(spec.nics.len(), node.ports.len(), "all NICs have a place");
-            let names = node.ports.iter().map(|port| port.nic.name().to_owned());
-            let made = Peer::new(spec, &names.collect::<Vec<_>>());
+            let made = Peer::new(spec, &node.parts.nics.names());
             node.router.declare(&made);
-            for nic in 0..node.ports.len() as u32 {
-                // Down until the record says otherwise, just below.
+            for nic in 0..count as u32 {
+                // Likewise.
                 node.router.peer_nic(&made, nic, false);
             }
-            node.known.insert(peer, Known { life, peer: made });
+            let known = Known {
+                life,
+                peer: made,
+                nics: count,
+            };
+            node.known.insert(peer, known);
         }
         let Some(known) = node.known.get(&peer) else {
             return;
         };
         for (name, change) in nics {
-            let index = (0..).find(|index| nic_name(*index) == *name);
-            let Some(index) = index else {
+            let mut devices = record.devices.iter();
+            let Some(index) = devices.position(|device| device.name == *name) else {
                 continue;
             };
             let told: &[bool] = match change {
@@ -583,8 +610,19 @@ impl World {
                 NicChange::Moved => &[false, true],
             };
             for up in told {
-                node.router.peer_nic(&known.peer, index, *up);
+                node.router.peer_nic(&known.peer, index as u32, *up);
             }
         }
     }
+}
+
+/// The NICs of a record.
+fn nics_of(of: &str, record: &SegmentDescriptor) -> Vec<PeerNic> {
+    let nic = |(index, device): (u32, &Device)| PeerNic {
+        index,
+        path: format!("{of}@{}", device.name),
+        gid: device.gid,
+        lid: device.lid,
+    };
+    (0..).zip(&record.devices).map(nic).collect()
 }

@@ -41,8 +41,12 @@ const EXPECTED: &[(&str, &[&str])] = &[
             "event without a cause",
             "cancelled",
             "registered anew",
+            "NIC comes",
+            "NIC goes",
+            "NIC goes and comes back",
         ],
     ),
+    ("nic", &["taken in"]),
     (
         "observer",
         &[

@@ -16,6 +16,7 @@ use crate::machine::peers;
 use crate::machine::publisher::{self, Acceptance, Publisher};
 use crate::rdma::connector::Admission;
 use crate::rdma::events::{RailChange, RdmaEvents};
+use crate::rdma::nics::Nics;
 use crate::rdma::watch::NicListener;
 use crate::rdma::{Boxed, Offer, OnFinished, SignalError, Signaling, Transfer};
 
@@ -48,6 +49,12 @@ pub(super) enum Outgoing {
     /// The answer to exchange of that number, which came from there.
     Reply(usize, u64, Answer),
     Port(LocalNic, observer::PortFacts, Vec<Gid>),
+    /// A NIC of this name is about to be taken in.
+    Adding(LocalNic, String),
+    /// These are the own NICs now.
+    Added(Vec<String>),
+    /// Memory has new keys on a NIC.
+    Rekeyed(LocalNic),
     Rail(Box<RailChange>),
     Recheck(LocalNic),
     Refresh(String),
@@ -114,8 +121,18 @@ impl NicListener for Outbox {
         self.put(Outgoing::Port(local, facts, gids));
     }
 
-    /// The world opens devices again itself.
-    fn rekeyed(&self, _: LocalNic) {}
+    /// Of NICs that are taken in. The world opens devices again itself.
+    fn rekeyed(&self, local: LocalNic) {
+        self.put(Outgoing::Rekeyed(local));
+    }
+
+    fn adding(&self, local: LocalNic, name: &str) {
+        self.put(Outgoing::Adding(local, name.to_owned()));
+    }
+
+    fn added(&self, nics: &Nics) {
+        self.put(Outgoing::Added(nics.names()));
+    }
 }
 
 impl RdmaEvents for Outbox {

@@ -10,8 +10,10 @@
 //! in memory after its transfer was reported; queues stay within their bounds. *Liveness*: faults
 //! off, records equal reality, rails are up, all pairs transfer, and nothing is left over.
 //!
-//! `cargo xtask sim --seeds N --seed S` runs it at length. A seed that fails is printed, and the
-//! same seed gives the same trace, byte for byte.
+//! `cargo xtask sim --seeds N --seed S` runs it at length. The same seed gives the same trace, byte
+//! for byte. A seed that fails is printed, kept in `target/sim/`, and shortened ([`failure`]): each
+//! fault, and the work asked for at each time, have draws of their own, so that a fault is left out
+//! without changing the others.
 //!
 //! What runs is the engine's own code: the connector with its endpoints, the drivers of the data
 //! threads with their transfers, the rail keeper, the router, the reading of ports, and the
@@ -23,21 +25,25 @@
 mod actions;
 mod arrivals;
 mod coverage;
+mod failure;
 mod ledger;
 mod link;
 mod node;
 mod plan;
+mod shorten;
 mod store;
 mod turns;
 mod work;
 mod world;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use coverage::Coverage;
+use failure::{Cut, Failure};
 pub(super) use turns::{Hand, Turns};
-use world::World;
+use world::{Run, World};
 
 use super::endpoint::{Action, Endpoint};
 use super::inbox::EndpointKey;
@@ -57,8 +63,15 @@ pub(super) fn note_state(key: EndpointKey, machine: &Endpoint) {
 
 /// Seeds that run with the other tests; `cargo xtask sim` runs more.
 const SEEDS: u64 = 12;
+/// Seeds that once found a fault, and run with them: what is mended stays so.
+const KEPT: &[u64] = &[
+    // Endpoints were left of requests that were meant for an earlier process.
+    317, 499,
+];
 /// Seeds from which on every transition and every fault must have occurred.
-const COMPLETE_FROM: u64 = 200;
+const COMPLETE_FROM: usize = 200;
+/// Failing seeds of one run that are shortened.
+const SHORTENED_MAX: usize = 2;
 
 fn variable(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
@@ -67,24 +80,19 @@ fn variable(name: &str) -> Option<u64> {
 }
 
 /// Runs seeds side by side; each has a world of its own.
-fn run(first: u64, count: u64) -> (Coverage, Vec<u64>) {
-    let next = AtomicU64::new(0);
+fn run(seeds: &[u64], cut: &Cut) -> (Coverage, Vec<Failure>) {
+    let next = AtomicUsize::new(0);
     let found = Mutex::new((Coverage::default(), Vec::new()));
     let work = || {
-        loop {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            if at >= count {
-                return;
+        while let Some(seed) = seeds.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let run = failure::storm(*seed, cut);
+            if let Err(failure) = &run {
+                failure.tell();
             }
-            let seed = first.wrapping_add(at);
-            let run = std::panic::catch_unwind(|| World::storm(seed));
             let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
             match run {
                 Ok(run) => found.0.add(&run.coverage),
-                Err(_) => {
-                    eprintln!("seed {seed} failed: cargo xtask sim --seeds 1 --seed {seed}");
-                    found.1.push(seed);
-                }
+                Err(failure) => found.1.push(*failure),
             }
         }
     };
@@ -94,32 +102,87 @@ fn run(first: u64, count: u64) -> (Coverage, Vec<u64>) {
             scope.spawn(work);
         }
     });
-    found.into_inner().unwrap_or_else(PoisonError::into_inner)
+    let (coverage, mut failures) = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failures.sort_by_key(|failure| failure.seed);
+    (coverage, failures)
 }
 
 #[test]
 fn whatever_happens_nothing_is_wrong_and_everything_heals() {
-    let count = variable("RERAIL_SIM_SEEDS").unwrap_or(SEEDS);
+    let count = variable("RERAIL_SIM_SEEDS");
     let first = variable("RERAIL_SIM_SEED").unwrap_or(1);
-    let (all, failed) = run(first, count);
+    let seeds = (0..count.unwrap_or(SEEDS)).map(|at| first.wrapping_add(at));
+    let kept = KEPT.iter().filter(|_| count.is_none());
+    let seeds: Vec<_> = seeds.chain(kept.copied()).collect();
+    let (all, failures) = run(&seeds, &Cut::asked_for());
     println!("{all}");
+    // One of each kind, and not of many.
+    let mut kinds = BTreeSet::new();
+    let first_of_kind = failures
+        .iter()
+        .filter(|failure| kinds.insert(&failure.place));
+    for failure in first_of_kind.take(SHORTENED_MAX) {
+        failure.shorten();
+    }
+    let failed: Vec<_> = failures.iter().map(|failure| failure.seed).collect();
     assert!(failed.is_empty(), "failing seeds: {failed:?}");
     let missing = all.missing();
     assert!(
-        count < COMPLETE_FROM || missing.is_empty(),
-        "never happened in {count} seeds: {missing:?}"
+        seeds.len() < COMPLETE_FROM || missing.is_empty(),
+        "never happened in {} seeds: {missing:?}",
+        seeds.len()
     );
 }
 
 #[test]
 fn the_same_seed_gives_the_same_trace_and_another_one_another() {
     let seed = variable("RERAIL_SIM_SEED").unwrap_or(7);
-    let first = World::storm(seed);
-    let again = World::storm(seed);
+    let cut = Cut::asked_for();
+    let first = World::storm(seed, &cut);
+    let again = World::storm(seed, &cut);
     for (at, (one, other)) in first.trace.iter().zip(&again.trace).enumerate() {
         assert_eq!(one, other, "line {at} of seed {seed}");
     }
     assert_eq!(first.trace.len(), again.trace.len());
     assert_eq!(first.fabric, again.fabric, "the fabric's own trace");
-    assert_ne!(first.trace, World::storm(seed + 1).trace);
+    assert_ne!(first.trace, World::storm(seed + 1, &cut).trace);
+}
+
+#[test]
+fn a_fault_that_is_left_out_changes_no_other() {
+    let whole = World::storm(5, &Cut::default());
+    let faults = |run: &Run| -> Vec<String> {
+        let lines = run.trace.iter().filter(|line| line.contains(" fault "));
+        lines.cloned().collect()
+    };
+    let all = faults(&whole);
+    let of = |line: &str| {
+        let rest = line.split_once(" fault ").expect("a fault's line").1;
+        let number = rest.split_once(':').expect("with its number").0;
+        number.parse::<u32>().expect("a number")
+    };
+    // Whether some faults can be made depends on what is there to be broken.
+    let always = [
+        "port flap",
+        "renumber",
+        "slow wire",
+        "partition",
+        "mtu",
+        "pkeys",
+    ];
+    let is_always = |line: &&String| always.iter().any(|kind| line.contains(kind));
+    let kept: BTreeSet<u32> = all
+        .iter()
+        .map(|line| of(line))
+        .filter(|n| n % 3 == 0)
+        .collect();
+    let cut = Cut {
+        faults: Some(kept.clone()),
+        ..Cut::default()
+    };
+    let left = faults(&World::storm(5, &cut));
+    let expected = all.iter().filter(|line| kept.contains(&of(line)));
+    let expected: Vec<_> = expected.filter(is_always).collect();
+    assert!(expected.len() > 3, "{all:?}");
+    assert_eq!(left.iter().filter(is_always).collect::<Vec<_>>(), expected);
 }

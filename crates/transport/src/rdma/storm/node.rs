@@ -1,5 +1,6 @@
 //! One node: a process with the engine's RDMA side, its machines and its work.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -27,18 +28,19 @@ use crate::rdma::config::RdmaConfig;
 use crate::rdma::connector::{Connector, Identity};
 use crate::rdma::data_threads::DataThreads;
 use crate::rdma::driver::Driver;
-use crate::rdma::inbox::{Inbox, Wake};
+use crate::rdma::inbox::Inbox;
 use crate::rdma::keeper::RailKeeper;
 use crate::rdma::memory::{NotRegistered, RegisteredMemory, Registrations};
 use crate::rdma::nic::{Nic, PortWish};
 use crate::rdma::nics::Nics;
+use crate::rdma::open::open_nics;
 use crate::rdma::opening::Opening;
 use crate::rdma::outside::{Outside, Tasks};
 use crate::rdma::rail::Peer;
 use crate::rdma::router::Router;
 use crate::rdma::slice::Slicing;
 use crate::rdma::transfer::Transfer;
-use crate::rdma::watch::Parts;
+use crate::rdma::watch::{Finder, LOOK_EVERY, Parts};
 
 /// Every node's one registered region.
 pub(super) const REGION: RegionId = RegionId(1);
@@ -77,6 +79,23 @@ pub(super) fn subscriber((node, life): Life) -> SubscriberId {
 
 pub(super) fn life_of(subscriber: SubscriberId) -> Life {
     ((subscriber.0 >> 32) as usize, subscriber.0 as u32)
+}
+
+/// The number of the adapter of that name on its host.
+pub(super) fn nic_number(name: &str) -> usize {
+    let digits = name
+        .strip_prefix("mlx5_")
+        .and_then(|digits| digits.parse().ok());
+    digits.expect("an adapter's name")
+}
+
+/// All NICs are near all memory.
+pub(super) fn matrix(names: Vec<String>) -> Edit {
+    let near = LocationNics {
+        preferred: names,
+        available: Vec::new(),
+    };
+    Edit::Matrix(BTreeMap::from([("cpu:0".to_owned(), near)]))
 }
 
 pub(super) fn config() -> RdmaConfig {
@@ -123,10 +142,35 @@ pub(super) struct Port {
     pub(super) controls: Vec<Control>,
 }
 
+impl Port {
+    fn new(
+        id: NicId,
+        nic: Arc<Nic>,
+        (driver, inbox): (Driver, Arc<Inbox>),
+        now: Time,
+        seed: u64,
+    ) -> Self {
+        let (config, policy) = (ObserverConfig::default(), GidPolicy::default());
+        let seed = seed ^ u64::from(nic.index().0);
+        Self {
+            id,
+            driver,
+            is_busy: false,
+            observer: Observer::new(now, config, nic.device(), &policy, [1], seed),
+            opening: nic.opening(),
+            nic,
+            inbox,
+            controls: Vec::new(),
+        }
+    }
+}
+
 /// A peer, as long as its process lives.
 pub(super) struct Known {
     pub(super) life: Life,
     pub(super) peer: Arc<Peer>,
+    /// NICs in its record.
+    pub(super) nics: usize,
 }
 
 /// A transfer that is not reported.
@@ -153,6 +197,10 @@ pub(super) struct Node {
     pub(super) connector: Connector,
     pub(super) router: Arc<Router>,
     pub(super) parts: Parts,
+    finder: Finder,
+    /// When it looks for NICs that have come.
+    pub(super) look_at: Time,
+    seed: u64,
     pub(super) turns: Turns,
     pub(super) outbox: Outbox,
     pub(super) known: BTreeMap<PeerId, Known>,
@@ -214,49 +262,32 @@ impl Node {
         let (clock, turns, outbox) = (Clock::by_hand(hand), Turns::default(), Outbox::default());
         let (now, config) = (clock.now(), config());
         let memory = HostMemory::allocate(SLOTS * SLOT_BYTES).expect("memory");
-        let open = |(index, id): (u32, &NicId)| {
-            let (local, name) = (LocalNic(index), nic_name(index));
-            let open = || {
-                let device = fabric.device_of(process, *id);
-                Nic::open(local, &device, 1, &name, &config, PortWish::Any)
-            };
-            // An engine leaves a device out that is dead when it starts.
-            let nic = open().or_else(|_| {
-                fabric.reset_device(*id);
-                open()
-            });
-            Arc::new(nic.expect("a device that was reset opens"))
-        };
-        let opened: Vec<_> = (0..).zip(ids).map(open).collect();
+        let open = || open_nics(&fabric.devices_of(process), &[], &config);
+        // One that finds nothing to use would be started again and again until it does.
+        let opened = open().or_else(|_| {
+            let left = fabric.devices_of(process);
+            let name = left.devices().first().expect("one is plugged in").name();
+            let id = ids[nic_number(name)];
+            fabric.reset_device(id);
+            let device = fabric.device_of(process, id);
+            let nic = Nic::open(LocalNic(0), &device, 1, name, &config, PortWish::Any);
+            nic.map(|nic| vec![Arc::new(nic)])
+        });
+        let opened = opened.expect("a device that was reset opens");
         let (reporter, reports) = mpsc::channel(4_096);
         let identity = Identity {
             server: name(life.0),
             instance: Some(instance_of(life).to_string()),
         };
-        let observer = |nic: &Nic| {
-            let (config, policy) = (ObserverConfig::default(), GidPolicy::default());
-            let seed = seed ^ u64::from(nic.index().0);
-            Observer::new(now, config, nic.device(), &policy, [1], seed)
-        };
-        let ports = opened.iter().zip(ids).map(|(nic, id)| {
-            let inbox = Arc::new(Inbox::new(Arc::new(Wake::default())));
-            let (reporter, own) = (reporter.clone(), Arc::clone(&inbox));
-            Port {
-                id: *id,
-                driver: Driver::new(Arc::clone(nic), own, reporter, &config, now),
-                is_busy: false,
-                observer: observer(nic),
-                opening: nic.opening(),
-                nic: Arc::clone(nic),
-                inbox,
-                controls: Vec::new(),
-            }
-        });
-        let ports: Vec<_> = ports.collect();
-        let nics = Nics::default();
-        for Port { nic, inbox, .. } in &ports {
-            let pushed = nics.push(Arc::clone(nic), Arc::clone(inbox));
-            pushed.expect("there is a place for it");
+        let threads = Arc::new(DataThreads::in_turns(config.clone(), clock, reporter));
+        let (nics, mut ports) = (Nics::default(), Vec::new());
+        for nic in opened {
+            let inbox = threads.serve(&nic).expect("no thread is needed");
+            nics.push(Arc::clone(&nic), inbox)
+                .expect("there is a place for it");
+            let id = ids[nic_number(nic.device())];
+            let driver = threads.take_drivers().pop().expect("its own");
+            ports.push(Port::new(id, nic, driver, now, seed));
         }
         let rails = RailConfig {
             connect_timeout: config.limits.connect + Duration::from_secs(1),
@@ -288,8 +319,7 @@ impl Node {
         let parts = Parts {
             nics,
             wanted: Vec::new(),
-            // None of them ever runs: the world steps the drivers.
-            threads: Arc::new(DataThreads::new(config.clone(), clock, reporter)),
+            threads,
             registrations,
             config,
             clock,
@@ -300,6 +330,9 @@ impl Node {
             events: Events::default(),
         };
         let mut node = Self {
+            finder: Finder::new(&parts),
+            look_at: now + LOOK_EVERY,
+            seed,
             life,
             process,
             frozen: false,
@@ -381,6 +414,25 @@ impl Node {
         Some([Edit::Unregister { region: REGION }, register])
     }
 
+    /// Takes in NICs that have come, as the pool does for the watch; their names.
+    pub(super) fn look(&mut self, now: Time, fabric: &Fabric, ids: &[NicId]) -> Vec<String> {
+        self.look_at = now + LOOK_EVERY;
+        let found = RefCell::new(Vec::new());
+        self.finder.look(|nic| found.borrow_mut().push(nic));
+        let (found, drivers) = (found.into_inner(), self.parts.threads.take_drivers());
+        assert_eq!(found.len(), drivers.len(), "each has a driver");
+        let names = found.iter().map(|nic| nic.name().to_owned()).collect();
+        for (nic, driver) in found.into_iter().zip(drivers) {
+            let id = ids[nic_number(nic.device())];
+            // The look has taken that long.
+            let took = fabric.take_verb_time(self.process, id);
+            self.look_at = self.look_at.max(now + took);
+            self.ports.push(Port::new(id, nic, driver, now, self.seed));
+        }
+        self.know_controls(now);
+        names
+    }
+
     /// Opens a NIC's device again and registers memory with it, as `watch::reopen_in_pool` does.
     pub(super) fn reopen(&mut self, now: Time, local: LocalNic) -> bool {
         let Parts {
@@ -406,9 +458,10 @@ impl Node {
         let chunks = self.registered.keys();
         let chunk = chunks.first().expect("one chunk");
         let at = local.0 as usize;
+        let key = |keys: &[u32]| keys.get(at).copied().unwrap_or(0);
         KeyPair {
-            lkey: chunk.lkeys[at],
-            rkey: chunk.rkeys[at],
+            lkey: key(&chunk.lkeys),
+            rkey: key(&chunk.rkeys),
         }
     }
 }
@@ -420,18 +473,10 @@ fn publisher(
     registered: &RegisteredMemory,
     seed: u64,
 ) -> Publisher {
-    let names = nics.names();
     let base = SegmentDescriptor::new(name(life.0), Protocol::rdma());
     let features = vec![PUSH_FEATURE.to_owned()];
-    let mut record = LocalRecord::new(base, features, names.clone(), PublishOrder::Fixed);
-    let near = LocationNics {
-        preferred: names,
-        available: Vec::new(),
-    };
-    let edits = [
-        Edit::Matrix(BTreeMap::from([("cpu:0".to_owned(), near)])),
-        registration(registered),
-    ];
+    let mut record = LocalRecord::new(base, features, nics.names(), PublishOrder::Fixed);
+    let edits = [matrix(nics.names()), registration(registered)];
     for edit in edits {
         record.apply(edit).expect("it can be made");
     }

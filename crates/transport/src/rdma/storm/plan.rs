@@ -8,6 +8,7 @@ use crate::machine::Machine;
 use crate::machine::peers;
 use crate::machine::publisher;
 use rand::Rng as _;
+use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
 use rerail_verbs::sim::{
     EventOptions, FaultGuard, LinkOptions, PacketVerdict, PortId, WorkVerdict,
@@ -36,6 +37,10 @@ pub(super) enum End {
         host: usize,
         nic: usize,
     },
+    Plug {
+        host: usize,
+        nic: usize,
+    },
     StoreBack,
     StoreSpeaks,
     StoreRemembers,
@@ -54,6 +59,9 @@ pub(super) enum End {
         filler: IpAddr,
     },
 }
+
+/// Divides by any number of NICs that a host may have.
+const NICS_LCM: usize = 60;
 
 fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
@@ -88,16 +96,18 @@ impl World {
         IpAddr::from([10, host as u8, nic as u8, last])
     }
 
-    /// Breaks something.
-    pub(super) fn make_fault(&mut self) {
-        let host = self.rng.random_range(0..self.hosts.len());
-        let nic = self.rng.random_range(0..self.hosts[host].nics.len());
+    /// Breaks something. What is drawn for it is its own, so that others do not depend on it.
+    pub(super) fn make_fault(&mut self, number: u32, mut rng: SmallRng) {
+        let host = rng.random_range(0..self.hosts.len());
+        // As many draws whether or not a NIC has come.
+        let nic = rng.random_range(0..NICS_LCM) % self.hosts[host].nics.len();
         let id = self.hosts[host].nics[nic];
         let port = id.port(1);
-        let other = (host + self.rng.random_range(1..self.hosts.len())) % self.hosts.len();
-        let far = *self.hosts[other].nics.choose(&mut self.rng).expect("a NIC");
-        let span = ms(self.rng.random_range(5..3_000));
-        let kind = match self.rng.random_range(0..39) {
+        let other = (host + rng.random_range(1..self.hosts.len())) % self.hosts.len();
+        let far = &self.hosts[other].nics;
+        let far = far[rng.random_range(0..NICS_LCM) % far.len()];
+        let span = ms(rng.random_range(5..3_000));
+        let kind = match rng.random_range(0..43) {
             0..3 => {
                 self.fabric.port_down(port);
                 self.until(span, End::PortUp(port));
@@ -107,14 +117,14 @@ impl World {
                 self.fabric.delete_address(port, self.address(host, nic));
                 let last = &mut self.hosts[host].addresses[nic];
                 *last = last.wrapping_add(1).max(1);
-                let pause = ms(self.rng.random_range(0..40));
+                let pause = ms(rng.random_range(0..40));
                 self.until(pause, End::Address { host, nic });
                 "renumber"
             }
             5 => {
                 let address = self.address(host, nic);
                 self.fabric.delete_address(port, address);
-                let filler = IpAddr::from([172, 16, host as u8, self.rng.random_range(1..250)]);
+                let filler = IpAddr::from([172, 16, host as u8, rng.random_range(1..250)]);
                 self.fabric.add_address(port, filler);
                 self.until(ms(3), End::AddressAt { host, nic, filler });
                 "gid moves"
@@ -130,7 +140,7 @@ impl World {
                 "loss"
             }
             7 => {
-                let egress_delay = ms(self.rng.random_range(1..1_200));
+                let egress_delay = ms(rng.random_range(1..1_200));
                 let link = LinkOptions {
                     egress_delay,
                     ..LinkOptions::default()
@@ -146,7 +156,7 @@ impl World {
                 "partition"
             }
             10 => {
-                self.fabric.drop_events(id, self.rng.random_range(1..4));
+                self.fabric.drop_events(id, rng.random_range(1..4));
                 "lost events"
             }
             11 => {
@@ -167,7 +177,7 @@ impl World {
             }
             12 => {
                 self.fabric
-                    .hang_control(id, ms(self.rng.random_range(200..5_000)));
+                    .hang_control(id, ms(rng.random_range(200..5_000)));
                 "hung verbs"
             }
             13 => {
@@ -196,7 +206,7 @@ impl World {
                     WcStatus::RetryExcErr,
                     WcStatus::LocLenErr,
                 ];
-                let status = *statuses.choose(&mut self.rng).expect("one");
+                let status = *statuses.choose(&mut rng).expect("one");
                 let mut left = 1;
                 let guard = self.fabric.on_work(move |work| {
                     if left > 0 && work.nic == id {
@@ -293,7 +303,7 @@ impl World {
                 };
                 let path = format!("{}@{}", name(host), nic_name(nic as u32));
                 let numbers = node.outbox.pairs(&path);
-                let Some(number) = numbers.choose(&mut self.rng).copied() else {
+                let Some(number) = numbers.choose(&mut rng).copied() else {
                     return;
                 };
                 self.fabric.break_queue_pair(id, number);
@@ -305,7 +315,7 @@ impl World {
                 if !self.exclusive.insert(Exclusive::Messages) {
                     return;
                 }
-                self.slow_messages = ms(self.rng.random_range(10..900));
+                self.slow_messages = ms(rng.random_range(10..900));
                 self.until(span, End::Free(Exclusive::Messages));
                 "slow messages"
             }
@@ -314,9 +324,9 @@ impl World {
                 if !self.exclusive.insert(Exclusive::Messages) {
                     return;
                 }
-                self.slow_messages = ms(self.rng.random_range(600..1_500));
+                self.slow_messages = ms(rng.random_range(600..1_500));
                 self.until(ms(3_000), End::Free(Exclusive::Messages));
-                let egress_delay = ms(self.rng.random_range(400..1_500));
+                let egress_delay = ms(rng.random_range(400..1_500));
                 let link = LinkOptions {
                     egress_delay,
                     ..LinkOptions::default()
@@ -327,7 +337,7 @@ impl World {
             34..37 => {
                 // The far end begins to close, and its queue pairs stop later: what the near end
                 // has given up by then still lands there.
-                let egress_delay = ms(self.rng.random_range(300..1_200));
+                let egress_delay = ms(rng.random_range(300..1_200));
                 let link = LinkOptions {
                     egress_delay,
                     ..LinkOptions::default()
@@ -336,10 +346,10 @@ impl World {
                     return;
                 }
                 self.fabric
-                    .hang_control(far, ms(self.rng.random_range(400..2_500)));
+                    .hang_control(far, ms(rng.random_range(400..2_500)));
                 for _ in 0..4 {
-                    let deadline = ms(self.rng.random_range(400..1_500));
-                    self.submit_one(host, other, false, deadline);
+                    let deadline = ms(rng.random_range(400..1_500));
+                    self.submit_one(host, other, false, deadline, &mut rng);
                 }
                 let mut left = 1;
                 let guard = self.fabric.on_work(move |work| {
@@ -351,7 +361,7 @@ impl World {
                     }
                 });
                 self.guard(ms(100), guard);
-                self.submit_one(other, host, false, ms(2_000));
+                self.submit_one(other, host, false, ms(2_000), &mut rng);
                 "late close"
             }
             29 => {
@@ -370,6 +380,29 @@ impl World {
                 self.settle(host);
                 "registered anew"
             }
+            39 => {
+                // At most one more for each host: rails grow with the square.
+                let host_of = &self.hosts[host];
+                if host_of.nics.len() > self.nics_at_start {
+                    return;
+                }
+                self.add_nic(host);
+                self.tell_of_devices(host, &mut rng);
+                "NIC comes"
+            }
+            40 => {
+                if !self.pull_out(host, nic) {
+                    return;
+                }
+                "NIC goes"
+            }
+            41 => {
+                if !self.pull_out(host, nic) {
+                    return;
+                }
+                self.until(span, End::Plug { host, nic });
+                "NIC goes and comes back"
+            }
             28 => {
                 let kinds = [
                     AsyncEventKind::SmChange,
@@ -378,7 +411,7 @@ impl World {
                     AsyncEventKind::Other(77),
                     AsyncEventKind::PortErr,
                 ];
-                let kind = *kinds.choose(&mut self.rng).expect("one");
+                let kind = *kinds.choose(&mut rng).expect("one");
                 self.fabric.raise_event(id, kind, Some(1));
                 "event without a cause"
             }
@@ -387,7 +420,7 @@ impl World {
                     return;
                 };
                 let running: Vec<TransferId> = node.jobs.keys().copied().collect();
-                let Some(transfer) = running.choose(&mut self.rng).copied() else {
+                let Some(transfer) = running.choose(&mut rng).copied() else {
                     return;
                 };
                 node.jobs[&transfer].transfer.fail(TransferError::Canceled);
@@ -398,8 +431,28 @@ impl World {
         self.coverage.count("fault", kind);
         self.say(
             host,
-            format_args!("fault: {kind} on NIC {nic}, for {span:?}"),
+            format_args!("fault {number}: {kind} on NIC {nic}, for {span:?}"),
         );
+        self.made.push(number);
+    }
+
+    /// Pulls a NIC out, if another is left.
+    fn pull_out(&mut self, host: usize, nic: usize) -> bool {
+        let of = &mut self.hosts[host];
+        if of.plugged() < 2 || !of.out.insert(nic) {
+            return false;
+        }
+        self.fabric.unplug(of.nics[nic]);
+        true
+    }
+
+    /// The kernel tells of a device that has come, or nobody hears it.
+    fn tell_of_devices(&mut self, host: usize, rng: &mut SmallRng) {
+        let now = self.now;
+        let is_heard = rng.random_bool(0.5);
+        if let Some(node) = self.node(host).filter(|_| is_heard) {
+            node.look_at = now;
+        }
     }
 
     fn tell_all(&mut self, input: &peers::Input) {
@@ -427,6 +480,11 @@ impl World {
                 }
             }
             End::Reset { host, nic } => self.fabric.reset_device(self.hosts[host].nics[nic]),
+            End::Plug { host, nic } => {
+                let of = &mut self.hosts[host];
+                of.out.remove(&nic);
+                self.fabric.plug(of.nics[nic]);
+            }
             End::StoreBack => {
                 self.store.away = false;
                 self.tell_all(&peers::Input::WatchResync);

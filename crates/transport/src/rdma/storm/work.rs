@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rand::Rng as _;
+use rand::rngs::SmallRng;
 use rerail_metadata::descriptor::SegmentDescriptor;
 use rerail_verbs::RdmaOpcode;
 
@@ -12,7 +13,7 @@ use super::ledger::{Flight, SLOT_BYTES, TransferId};
 use super::link::Finish;
 use super::node::{Job, Node, config, name};
 use super::store::member;
-use super::world::{Coming, World};
+use super::world::{Coming, Draws, World, draws};
 use crate::TransferError;
 use crate::machine::Machine;
 use crate::machine::ids::PeerId;
@@ -147,15 +148,17 @@ impl World {
         if !self.faults_on {
             return;
         }
+        // Whatever faults are left out, the same is asked for at the same time.
+        let mut rng = draws(self.seed, Draws::Work, self.checks);
         for from in 0..self.hosts.len() {
-            if !self.rng.random_bool(0.25) {
+            if !rng.random_bool(0.25) {
                 continue;
             }
-            let to = self.rng.random_range(0..self.hosts.len());
-            let read = self.rng.random_bool(0.4);
+            let to = rng.random_range(0..self.hosts.len());
+            let read = rng.random_bool(0.4);
             if to != from {
-                let deadline = Duration::from_millis(self.rng.random_range(500..20_000));
-                self.submit_one(from, to, read, deadline);
+                let deadline = Duration::from_millis(rng.random_range(500..20_000));
+                self.submit_one(from, to, read, deadline, &mut rng);
             }
         }
     }
@@ -167,10 +170,11 @@ impl World {
         to: usize,
         read: bool,
         deadline: Duration,
+        rng: &mut SmallRng,
     ) -> bool {
         let now = self.now;
-        let bytes = self.rng.random_range(1..=SLOT_BYTES);
-        let seed = self.rng.random();
+        let bytes = rng.random_range(1..=SLOT_BYTES);
+        let seed = rng.random();
         let Some(node) = self.node(from).filter(|node| !node.frozen) else {
             return false;
         };

@@ -5,16 +5,18 @@ use std::time::Duration;
 
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng};
+use rerail_metadata::descriptor::DeviceState;
 use rerail_verbs::Gid;
 use rerail_verbs::sim::{Fabric, FabricOptions, FaultGuard, NicId, NicOptions, NodeId, VerbTime};
 use tokio::sync::oneshot;
 
 use super::coverage::Coverage;
+use super::failure::Cut;
 use super::ledger::{Ledger, Life, TransferId};
 use super::link::{Answer, Message, lock};
-use super::node::{Node, name, subscriber};
+use super::node::{Node, name, nic_number, subscriber};
 use super::plan::{End, Exclusive};
-use super::store::{Store, Told, peer_record};
+use super::store::{Store, Told, member, peer_record};
 use super::turns::Hand;
 use crate::machine::observer::{self, PortReading, ReadFailure, ReadId};
 use crate::machine::peers;
@@ -25,7 +27,6 @@ use crate::rdma::SignalError;
 
 pub(super) const WIRE: Duration = Duration::from_micros(50);
 const SETUP: Duration = Duration::from_secs(4);
-const STORM: Duration = Duration::from_secs(20);
 /// Within this time after the last fault all must be well: the longest back-off of a rail, twice.
 const HEALED_WITHIN: Duration = Duration::from_secs(90);
 /// How often data threads look at their limits.
@@ -44,8 +45,23 @@ const QUEUE_MAX: usize = 20_000;
 /// Steps at one instant.
 const STILL_MAX: usize = 10_000;
 const TRACE_MAX: usize = 400_000;
-/// Lines that a failure shows; `RERAIL_SIM_LINES` asks for more.
-const TAIL: u64 = 60;
+
+/// What is drawn for what: faults and work each have draws of their own, so that a fault can be
+/// left out of a storm that is otherwise the same.
+#[derive(Clone, Copy)]
+pub(super) enum Draws {
+    /// By the number of the fault.
+    Fault,
+    /// By the number of the check at which it is asked for.
+    Work,
+    /// Of the transfers at the end.
+    End,
+}
+
+pub(super) fn draws(seed: u64, of: Draws, number: u64) -> SmallRng {
+    let base: u64 = SmallRng::seed_from_u64(seed).random();
+    SmallRng::seed_from_u64(base ^ (of as u64 + 1) << 60 ^ number)
+}
 
 /// Something that will happen at a node.
 pub(super) enum Coming {
@@ -74,13 +90,23 @@ pub(super) enum Coming {
 /// A host, which outlives its processes.
 pub(super) struct Host {
     pub(super) id: NodeId,
+    /// Those that it has or had; NICs only come.
     pub(super) nics: Vec<NicId>,
+    /// Numbers of those that are pulled out.
+    pub(super) out: BTreeSet<usize>,
     pub(super) lives: u32,
     pub(super) node: Option<Node>,
     /// What came for a frozen process.
     deferred: Vec<(u32, Coming)>,
     /// Addresses of its NICs now.
     pub(super) addresses: Vec<u8>,
+}
+
+impl Host {
+    /// NICs that are plugged in.
+    pub(super) fn plugged(&self) -> usize {
+        self.nics.len() - self.out.len()
+    }
 }
 
 /// A Connection message that is not answered.
@@ -95,11 +121,14 @@ pub(super) struct World {
     pub(super) now: Time,
     /// The hand of all nodes' clocks, always at `now`.
     pub(super) hand: &'static Hand,
+    /// For how long this and that takes.
     pub(super) rng: SmallRng,
     pub(super) hosts: Vec<Host>,
     pub(super) store: Store,
     pub(super) ledger: Ledger,
     pub(super) coverage: Coverage,
+    /// NICs of each host.
+    pub(super) nics_at_start: usize,
     pub(super) muted: BTreeSet<(usize, usize)>,
     pub(super) exclusive: BTreeSet<Exclusive>,
     pub(super) exchanges: BTreeMap<u64, Exchange>,
@@ -112,10 +141,12 @@ pub(super) struct World {
     pub(super) faults_on: bool,
     coming: BTreeMap<(Time, u64), (usize, u32, Coming)>,
     pub(super) order: u64,
-    seed: u64,
+    pub(super) seed: u64,
     trace: Vec<String>,
+    /// Faults that were made.
+    pub(super) made: Vec<u32>,
     checked_at: Time,
-    checks: u64,
+    pub(super) checks: u64,
 }
 
 /// What a storm leaves behind.
@@ -126,17 +157,24 @@ pub(super) struct Run {
 }
 
 impl World {
-    /// A whole storm from one seed. Panics when something is wrong.
-    pub(super) fn storm(seed: u64) -> Run {
+    /// A storm from one seed, or a part of it. Panics when something is wrong.
+    pub(super) fn storm(seed: u64, cut: &Cut) -> Run {
         super::coverage::keep_notes();
         let mut world = Self::new(seed);
         world.run(SETUP);
         world.faults_on = true;
-        let until = world.now + STORM;
-        while world.now < until {
-            let pause = world.rng.random_range(20..600);
-            world.run(Duration::from_millis(pause));
-            world.make_fault();
+        let until = world.now + cut.span;
+        for number in 0.. {
+            let mut rng = draws(seed, Draws::Fault, number.into());
+            let pause = Duration::from_millis(rng.random_range(20..600));
+            let left = until.saturating_since(world.now);
+            world.run(pause.min(left));
+            if pause >= left {
+                break;
+            }
+            if cut.makes(number) {
+                world.make_fault(number, rng);
+            }
         }
         world.faults_on = false;
         world.end_all_faults();
@@ -174,6 +212,7 @@ impl World {
             store: Store::default(),
             ledger: Ledger::default(),
             coverage: Coverage::default(),
+            nics_at_start: nics.into(),
             muted: BTreeSet::new(),
             exclusive: BTreeSet::new(),
             exchanges: BTreeMap::new(),
@@ -186,35 +225,43 @@ impl World {
             order: 0,
             seed,
             trace: Vec::new(),
+            made: Vec::new(),
             checked_at: Time::ZERO,
             checks: 0,
         };
         for host in 0..nodes {
             let id = world.fabric.add_node(&name(host));
-            let nics = (0..nics).map(|nic| {
-                let address = std::net::IpAddr::from([10, host as u8, nic, 1]);
-                let mut options = NicOptions::ethernet(&super::node::nic_name(nic.into()), address);
-                let mut link_local = Gid::NULL.0;
-                (link_local[0], link_local[1], link_local[15]) = (0xfe, 0x80, 1);
-                (link_local[13], link_local[14]) = (host as u8, nic);
-                options.ports[0].link_local = Some(Gid(link_local));
-                world.fabric.add_nic(id, &options)
-            });
-            let nics: Vec<_> = nics.collect();
-            let addresses = vec![1; nics.len()];
             world.hosts.push(Host {
                 id,
-                nics,
+                nics: Vec::new(),
+                out: BTreeSet::new(),
                 lives: 0,
                 node: None,
                 deferred: Vec::new(),
-                addresses,
+                addresses: Vec::new(),
             });
+            for _ in 0..nics {
+                world.add_nic(host);
+            }
         }
         for host in 0..nodes {
             world.start(host);
         }
         world
+    }
+
+    /// Puts one more NIC into a host.
+    pub(super) fn add_nic(&mut self, host: usize) {
+        let of = &mut self.hosts[host];
+        let nic = of.nics.len() as u8;
+        let address = std::net::IpAddr::from([10, host as u8, nic, 1]);
+        let mut options = NicOptions::ethernet(&super::node::nic_name(nic.into()), address);
+        let mut link_local = Gid::NULL.0;
+        (link_local[0], link_local[1], link_local[15]) = (0xfe, 0x80, 1);
+        (link_local[13], link_local[14]) = (host as u8, nic);
+        options.ports[0].link_local = Some(Gid(link_local));
+        of.nics.push(self.fabric.add_nic(of.id, &options));
+        of.addresses.push(1);
     }
 
     /// Starts a process on a host that has none.
@@ -472,8 +519,8 @@ impl World {
         let waiting = self.coming.len() + self.ends.len();
         assert!(waiting < QUEUE_MAX, "{waiting} things wait");
         for node in self.hosts.iter().filter_map(|host| host.node.as_ref()) {
-            let rails = (self.hosts.len() - 1) * node.ports.len() * node.ports.len();
-            let ends = node.connector.endpoints();
+            let rails = node.known.values().map(|known| known.peer.rails().len());
+            let (rails, ends) = (rails.sum::<usize>(), node.connector.endpoints());
             // Each rail has one, and for some time those that are being fenced.
             assert!(ends < 64 + 16 * rails, "{ends} endpoints for {rails} rails");
         }
@@ -489,26 +536,48 @@ impl World {
             if self.store.record(&name(at)) != Some(&truth) {
                 return Some(format!("the store's record of n{at} is not its own"));
             }
+            let said = member(&truth).map_or(&[][..], |member| &member.devices);
+            for nic in 0..host.nics.len() {
+                let said = said.iter().find(|device| nic_number(&device.name) == nic);
+                let is_up = said.is_some_and(|device| device.state == DeviceState::Up);
+                if is_up == host.out.contains(&nic) {
+                    return Some(format!("n{at} says of its NIC {nic}: {said:?}"));
+                }
+            }
             for (to, other) in self.hosts.iter().enumerate().filter(|(to, _)| *to != at) {
                 let there = other.node.as_ref();
                 let there = there.map(|other| lock(&other.publisher).descriptor().clone());
-                if node.peers.descriptor(&name(to)) != there.as_ref() {
+                let Some(there) = there else {
+                    return Some(format!("n{to} is not running"));
+                };
+                if node.peers.descriptor(&name(to)) != Some(&there) {
                     return Some(format!("n{at} does not know n{to} as it is"));
                 }
                 let peer = node.peers.peer(&name(to));
                 let Some(known) = peer.and_then(|peer| node.known.get(&peer)) else {
                     return Some(format!("n{at} has no peer n{to}"));
                 };
-                for rail in known.peer.rails().iter() {
-                    if rail.state() != RailState::Up {
+                let rails = known.peer.rails();
+                if rails.len() != node.ports.len() * there.devices.len() {
+                    return Some(format!("n{at} has {} rails to n{to}", rails.len()));
+                }
+                for rail in rails.iter() {
+                    let own = nic_number(rail.local_name());
+                    let far = rail.peer_nic();
+                    let far = far.path.split_once('@');
+                    let far = far.map_or(usize::MAX, |(_, nic)| nic_number(nic));
+                    // One whose NIC was pulled out stays down.
+                    let is_there = !host.out.contains(&own) && !other.out.contains(&far);
+                    if is_there != (rail.state() == RailState::Up) {
                         let state = rail.state();
                         return Some(format!("n{at}: {rail} is {state:?}"));
                     }
                 }
             }
             // One for each pair of NICs, whichever end opened it.
-            let pairs = (self.hosts.len() - 1) * node.ports.len() * node.ports.len();
-            let ends = node.connector.endpoints();
+            let others = self.hosts.iter().enumerate().filter(|(to, _)| *to != at);
+            let others: usize = others.map(|(_, other)| other.plugged()).sum();
+            let (pairs, ends) = (host.plugged() * others, node.connector.endpoints());
             if ends != pairs {
                 return Some(format!("n{at} has {ends} ends for {pairs} pairs of NICs"));
             }
@@ -555,10 +624,11 @@ impl World {
         let before = self.ledger.reported;
         self.ledger.failed_since_healed = 0;
         let mut asked = 0;
+        let mut rng = draws(self.seed, Draws::End, 0);
         for from in 0..self.hosts.len() {
             for to in (0..self.hosts.len()).filter(|to| *to != from) {
                 for read in [false, true] {
-                    asked += u64::from(self.submit_one(from, to, read, ANSWERED_WITHIN));
+                    asked += u64::from(self.submit_one(from, to, read, ANSWERED_WITHIN, &mut rng));
                 }
             }
         }
@@ -594,16 +664,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!(
-                "seed {}, the last of {} lines:",
-                self.seed,
-                self.trace.len()
-            );
-            let tail = super::variable("RERAIL_SIM_LINES").unwrap_or(TAIL);
-            let tail = usize::try_from(tail).unwrap_or(usize::MAX);
-            for line in &self.trace[self.trace.len().saturating_sub(tail)..] {
-                eprintln!("  {line}");
-            }
+            super::failure::left(&mut self.trace, &mut self.made);
         }
     }
 }

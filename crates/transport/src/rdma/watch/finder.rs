@@ -33,7 +33,7 @@ const AGAIN_MIN: Duration = Duration::from_secs(1);
 const AGAIN_MAX: Duration = Duration::from_secs(60);
 
 /// Looks for NICs, and takes them in.
-pub(super) struct Finder {
+pub(in crate::rdma) struct Finder {
     nics: Nics,
     wanted: Vec<String>,
     threads: Arc<DataThreads>,
@@ -54,7 +54,7 @@ struct Failed {
 }
 
 impl Finder {
-    pub(super) fn new(parts: &Parts) -> Self {
+    pub(in crate::rdma) fn new(parts: &Parts) -> Self {
         Self {
             nics: parts.nics.clone(),
             wanted: parts.wanted.clone(),
@@ -71,7 +71,7 @@ impl Finder {
 
     /// Takes in what is wanted and was not there before; tells of each by `taken`. Blocks, as long
     /// as opening a device and registering all memory takes.
-    pub(super) fn look(&mut self, taken: impl Fn(Arc<Nic>)) {
+    pub(in crate::rdma) fn look(&mut self, taken: impl Fn(Arc<Nic>)) {
         let Some(any) = self.nics.get(0) else {
             return;
         };
