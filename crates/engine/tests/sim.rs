@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -105,6 +106,15 @@ fn nic_paths_may_have_a_server_name_of_their_own_at_both_ends() {
     );
     there_and_back(&own, &peer, 500_000, 2);
     there_and_back(&peer, &own, 500_000, 2);
+    // The other way, once one is cut, leads to a path that the peer was registered with.
+    rig.fabric.port_down(rig.port(1, 0));
+    there_and_back(&own, &peer, 500_000, 2);
+    let segment = own.open_segment(peer.name()).expect("the peer is there");
+    let used = own.rails(&segment).into_iter().map(|rail| rail.peer);
+    let used: BTreeSet<String> = used.collect();
+    let registered = record.devices.iter();
+    let registered = registered.map(|device| format!("{server}@{}", device.name));
+    assert_eq!(used, registered.collect());
 }
 
 #[test]

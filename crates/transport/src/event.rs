@@ -106,33 +106,6 @@ pub enum Event {
         /// What took it down first since it last worked for a while.
         first_cause: Option<String>,
     },
-    /// Slices of a broken endpoint are to go over other rails.
-    Rerouted {
-        /// Own NIC.
-        local: String,
-        /// The peer's NIC path.
-        peer: String,
-        /// Bytes.
-        bytes: u64,
-    },
-    /// An endpoint is being fenced: its work is stopped at both ends.
-    FenceStarted {
-        /// Own NIC.
-        local: String,
-        /// The peer's NIC path.
-        peer: String,
-        /// Why it is closed.
-        cause: String,
-    },
-    /// The fence is complete, or given up.
-    FenceEnded {
-        /// Own NIC.
-        local: String,
-        /// The peer's NIC path.
-        peer: String,
-        /// False if its queue pairs could not be stopped.
-        complete: bool,
-    },
     /// A context is dead and let go of.
     ContextReleased {
         /// The NIC.
