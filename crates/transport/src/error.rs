@@ -121,6 +121,32 @@ pub enum TransportError {
         /// Why.
         reason: String,
     },
+    /// A device cannot hold all memory that is registered, and is left out.
+    #[error(
+        "{nic} cannot hold the {bytes} bytes in {regions} registrations that there are, and is \
+         left out until there are fewer: {error}; raise its limits or unregister memory"
+    )]
+    NoRoomForMemory {
+        /// Name of the NIC.
+        nic: String,
+        /// Bytes that are registered.
+        bytes: u64,
+        /// Registrations that they are in.
+        regions: usize,
+        /// What the device said.
+        error: VerbsError,
+    },
+    /// The own record would not fit the store with one more NIC in it, which is left out.
+    #[error(
+        "{nic} is left out until less memory is registered, since the own record would not fit \
+         its store with it: {reason}"
+    )]
+    NoRoomInRecord {
+        /// Name of the NIC.
+        nic: String,
+        /// Sizes, and what can be done.
+        reason: String,
+    },
     /// A port cannot be used.
     #[error("{device} port {port} cannot be used: {reason}")]
     Port {
@@ -182,6 +208,8 @@ impl TransportError {
         match self {
             Self::Verbs(error) => error.is_retryable(),
             Self::Device { .. }
+            | Self::NoRoomForMemory { .. }
+            | Self::NoRoomInRecord { .. }
             | Self::Port { .. }
             | Self::Connection { .. }
             | Self::NotRevoked { .. }

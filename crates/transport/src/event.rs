@@ -49,6 +49,14 @@ pub enum Event {
         /// The NIC.
         nic: String,
     },
+    /// A NIC cannot be taken in: one that was not there at the start, or that died and has no room
+    /// for all memory. It is tried again; this is told again for another cause.
+    NicLeftOut {
+        /// The NIC, or its device where it has no name yet.
+        nic: String,
+        /// Why.
+        cause: String,
+    },
     /// A NIC's endpoints are being closed.
     EndpointsCut {
         /// The NIC.

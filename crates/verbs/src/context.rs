@@ -39,8 +39,10 @@ impl Context {
         name: &Arc<str>,
         device: &backend::Device,
         limit: Duration,
+        begins: impl FnOnce(&ControlThread),
     ) -> Result<Self, VerbsError> {
         let control = device.control(name)?;
+        begins(&control);
         fork::watch();
         let opener = control.clone();
         let device = device.clone();

@@ -69,7 +69,17 @@ impl Device {
     /// again by the thread that waited for it.
     pub fn open_within(&self, limit: Duration) -> Result<Context, VerbsError> {
         fork::check()?;
-        Context::open(&self.name, &self.backend, limit)
+        Context::open(&self.name, &self.backend, limit, |_| ())
+    }
+
+    /// Like [`open`](Self::open), and shows the control thread to `begins` before the device is
+    /// opened on it: where that hangs, the thread tells when it is over.
+    pub fn open_shown(
+        &self,
+        begins: impl FnOnce(&crate::ControlThread),
+    ) -> Result<Context, VerbsError> {
+        fork::check()?;
+        Context::open(&self.name, &self.backend, OPEN_LIMIT, begins)
     }
 }
 

@@ -11,8 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rerail_verbs::{AccessFlags, ControlThread, HostMemory, MemoryRegion, Pending, VerbsError};
+use rustix::io::Errno;
 
-use super::nic::Nic;
+use super::nic::{Nic, Place};
 use super::nics::{NICS_MAX, Nics};
 use super::opening::{Opening, REGISTER_MAX};
 use super::slice::{Keys, Piece};
@@ -44,6 +45,8 @@ struct Inner {
     memory: HostMemory,
     access: AccessFlags,
     chunks: Vec<Chunk>,
+    /// NICs that there were when it was registered.
+    nics: usize,
     // Last: it tells that the regions are on their way to be destroyed.
     trace: Trace,
 }
@@ -53,14 +56,16 @@ struct Inner {
 struct Chunk {
     offset: usize,
     length: usize,
+    /// By the number of the NIC.
     lkeys: Arc<Keys>,
-    /// By NIC; shorter than there are NICs where the last have none.
-    regions: Mutex<Vec<Option<Held>>>,
+    /// One a NIC at most. NICs that are being taken in have no number yet.
+    regions: Mutex<Vec<Held>>,
 }
 
-/// A region, and the opening of its NIC's device that it was made with.
+/// A region, its NIC, and the opening of that NIC's device that it was made with.
 #[derive(Debug)]
 struct Held {
+    place: Place,
     opening: u32,
     region: MemoryRegion,
 }
@@ -115,11 +120,18 @@ impl RegisteredMemory {
         let addr = self.inner.memory.addr();
         let keys = |chunk: &Chunk| {
             let regions = chunk.lock();
+            let numbered = regions.iter().filter_map(|held| {
+                let number = held.place.number()?.0 as usize;
+                Some((number, &held.region))
+            });
+            let count = numbered.clone().map(|(number, _)| number + 1).max();
+            let count = count.unwrap_or(0).max(self.inner.nics);
             let all = |key: fn(&MemoryRegion) -> u32| {
-                let regions = regions.iter();
-                regions
-                    .map(|held| held.as_ref().map_or(0, |held| key(&held.region)))
-                    .collect()
+                let mut keys = vec![0; count];
+                for (number, region) in numbered.clone() {
+                    keys[number] = key(region);
+                }
+                keys
             };
             ChunkKeys {
                 addr: addr + chunk.offset as u64,
@@ -142,7 +154,7 @@ impl Inner {
                 offset,
                 length,
                 lkeys: Keys::with_room(NICS_MAX),
-                regions: Mutex::new((0..nics).map(|_| None).collect()),
+                regions: Mutex::default(),
             });
             offset += length;
         }
@@ -150,6 +162,7 @@ impl Inner {
             memory: memory.clone(),
             access,
             chunks,
+            nics,
             trace: Trace::default(),
         }
     }
@@ -186,20 +199,31 @@ impl Inner {
     }
 
     /// Lets go of the regions on a NIC that were made before its opening `current`.
-    fn release(&self, nic: usize, current: u32) {
+    fn release(&self, place: &Place, current: u32) {
         for chunk in &self.chunks {
-            chunk.withdraw(nic, |opening| opening < current);
+            chunk.withdraw(place, |opening| opening < current);
         }
     }
 
     /// Whether all of it is registered with an opening of a NIC.
-    fn is_with(&self, nic: usize, opening: u32) -> bool {
+    fn is_with(&self, place: &Place, opening: u32) -> bool {
         let mut chunks = self.chunks.iter();
         chunks.all(|chunk| {
             let regions = chunk.lock();
-            let held = regions.get(nic).and_then(Option::as_ref);
-            held.is_some_and(|held| held.opening == opening)
+            let mut regions = regions.iter();
+            regions.any(|held| held.place == *place && held.opening == opening)
         })
+    }
+
+    /// A NIC was taken in: its keys may be used.
+    fn number(&self, place: &Place) {
+        for chunk in &self.chunks {
+            let regions = chunk.lock();
+            let held = regions.iter().find(|held| held.place == *place);
+            if let (Some(held), Some(number)) = (held, place.number()) {
+                chunk.lkeys.set(number.0 as usize, Some(held.region.lkey()));
+            }
+        }
     }
 }
 
@@ -248,36 +272,43 @@ impl Asked {
 impl Chunk {
     /// Takes a region in, unless its opening is over, or a later one has been here.
     fn enter(&self, nic: &Nic, opening: u32, region: MemoryRegion) {
-        let position = nic.index().0 as usize;
+        let place = nic.place();
         let mut regions = self.lock();
-        if regions.len() <= position {
-            regions.resize_with(position + 1, || None);
-        }
-        let slot = &mut regions[position];
+        let known = regions.iter().position(|held| held.place == *place);
         // Whoever lets go of an opening says so first, and then looks here.
         let is_over = nic.openings() > opening;
-        if is_over || slot.as_ref().is_some_and(|held| held.opening > opening) {
+        if is_over || known.is_some_and(|at| regions[at].opening > opening) {
             return;
         }
-        self.lkeys.set(position, Some(region.lkey()));
-        // What it takes the place of is of an opening that came to nothing.
-        *slot = Some(Held { opening, region });
+        if let Some(number) = place.number() {
+            self.lkeys.set(number.0 as usize, Some(region.lkey()));
+        }
+        let held = Held {
+            place: place.clone(),
+            opening,
+            region,
+        };
+        match known {
+            // What it takes the place of is of an opening that came to nothing.
+            Some(at) => regions[at] = held,
+            None => regions.push(held),
+        }
     }
 
     /// Lets go of the region on a NIC if its opening is `unwanted`.
-    fn withdraw(&self, nic: usize, unwanted: impl Fn(u32) -> bool) {
+    fn withdraw(&self, place: &Place, unwanted: impl Fn(u32) -> bool) {
         let mut regions = self.lock();
-        let Some(slot) = regions.get_mut(nic) else {
-            return;
-        };
-        if slot.as_ref().is_some_and(|held| unwanted(held.opening)) {
-            self.lkeys.set(nic, None);
+        let is_meant = |held: &Held| held.place == *place && unwanted(held.opening);
+        if let Some(at) = regions.iter().position(is_meant) {
+            if let Some(number) = place.number() {
+                self.lkeys.set(number.0 as usize, None);
+            }
             // Destroyed by its own context's control thread, whenever that comes to it.
-            *slot = None;
+            regions.swap_remove(at);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Option<Held>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Held>> {
         // A list of handles is whole whatever panicked.
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -393,6 +424,22 @@ impl Holders {
     }
 }
 
+/// How much memory is registered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct Registered {
+    /// Bytes.
+    pub(super) bytes: u64,
+    /// Regions on each NIC that they are in.
+    pub(super) regions: usize,
+}
+
+impl Registered {
+    /// Whether it asks less of a device, in one respect at least.
+    pub(super) fn is_less_than(&self, other: &Self) -> bool {
+        self.bytes < other.bytes || self.regions < other.regions
+    }
+}
+
 /// All that is registered, so that it can be registered with a device that is opened later.
 #[derive(Debug, Default)]
 pub(super) struct Registrations {
@@ -445,7 +492,7 @@ impl Registrations {
     pub(super) fn release(&self, nic: &Nic) {
         let current = nic.openings();
         for memory in self.listed() {
-            memory.release(nic.index().0 as usize, current);
+            memory.release(nic.place(), current);
         }
     }
 
@@ -457,16 +504,20 @@ impl Registrations {
         opening: &Opening,
         taken: impl FnOnce() -> Result<(), TransportError>,
     ) -> Result<(), TransportError> {
-        let position = nic.index().0 as usize;
         // Under the lock: memory that is listed after this finds the device open.
-        let registered = self.complete(nic, opening).and_then(|_listed| taken());
+        let registered = self.complete(nic, opening).and_then(|listed| {
+            taken()?;
+            for memory in listed.iter().filter_map(Weak::upgrade) {
+                memory.number(nic.place());
+            }
+            Ok(())
+        });
         if registered.is_err() {
-            // First, so that no region of it is entered that comes late: the position may be
-            // another device's by then.
+            // First, so that no region of it is entered that comes late.
             nic.give_up(opening);
             for memory in self.listed() {
                 for chunk in &memory.chunks {
-                    chunk.withdraw(position, |number| number == opening.number());
+                    chunk.withdraw(nic.place(), |number| number == opening.number());
                 }
             }
         }
@@ -480,12 +531,12 @@ impl Registrations {
         nic: &Arc<Nic>,
         opening: &Opening,
     ) -> Result<MutexGuard<'_, Vec<Weak<Inner>>>, TransportError> {
-        let position = nic.index().0 as usize;
+        let registered = self.registered();
         for _ in 0..PASSES_MAX {
             let all = self.lock();
             let lacking = all.iter().filter(|memory| {
                 let memory = memory.upgrade();
-                memory.is_some_and(|memory| !memory.is_with(position, opening.number()))
+                memory.is_some_and(|memory| !memory.is_with(nic.place(), opening.number()))
             });
             let lacking: Vec<_> = lacking.cloned().collect();
             if lacking.is_empty() {
@@ -493,13 +544,24 @@ impl Registrations {
             }
             drop(all);
             for memory in lacking {
-                register_one(&memory, nic, opening)?;
+                let done = register_one(&memory, nic, opening);
+                done.map_err(|error| no_room(nic, &registered, error))?;
             }
         }
         Err(TransportError::Device {
             device: nic.device().to_owned(),
             reason: "memory is registered faster than it can take it in".into(),
         })
+    }
+
+    /// How much there is.
+    pub(super) fn registered(&self) -> Registered {
+        let listed = self.listed();
+        let bytes = listed.iter().map(|memory| memory.memory.length() as u64);
+        Registered {
+            bytes: bytes.sum(),
+            regions: listed.iter().map(|memory| memory.chunks.len()).sum(),
+        }
     }
 
     fn listed(&self) -> Vec<Arc<Inner>> {
@@ -509,6 +571,24 @@ impl Registrations {
     fn lock(&self) -> MutexGuard<'_, Vec<Weak<Inner>>> {
         // A list of handles is whole whatever panicked.
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What an error means of a device that registers everything: one that works and refuses has no
+/// room for it.
+fn no_room(nic: &Nic, registered: &Registered, error: TransportError) -> TransportError {
+    match error {
+        TransportError::Verbs(error @ VerbsError::Verb { errno, .. })
+            if !matches!(Errno::from_raw_os_error(errno), Errno::IO | Errno::NODEV) =>
+        {
+            TransportError::NoRoomForMemory {
+                nic: nic.name().to_owned(),
+                bytes: registered.bytes,
+                regions: registered.regions,
+                error,
+            }
+        }
+        error => error,
     }
 }
 
@@ -532,10 +612,9 @@ fn register_one(
 
 #[cfg(test)]
 mod tests {
-    use super::super::nic::PortWish;
+    use super::super::nic::{Place, PortWish};
     use super::super::rig::{registered, rig};
     use super::*;
-    use crate::machine::ids::LocalNic;
 
     #[test]
     fn two_devices_of_one_name_at_one_position_both_hold_what_they_registered() {
@@ -546,8 +625,9 @@ mod tests {
         let device = devices.find("sim0").expect("it is there");
         // One that went, and lives on in what holds it, and one that came in its place.
         let taken_in = || {
-            let (local, config) = (LocalNic(1), transport.config());
-            let nic = Nic::open(local, device, 1, "late0", config, PortWish::Any);
+            let (place, config) = (Place::default(), transport.config());
+            let any = PortWish::Any;
+            let nic = Nic::open(place, device, 1, "late0", config, any, &Arc::default());
             let nic = Arc::new(nic.expect("open"));
             let opening = nic.opening().expect("open");
             memory

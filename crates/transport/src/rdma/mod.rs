@@ -60,6 +60,7 @@ pub mod slice;
 mod storm;
 pub mod transfer;
 pub mod transport;
+mod tries;
 pub mod watch;
 
 pub use clock::Clock;

@@ -4,15 +4,16 @@
 //! tells the NIC what it found), and the data thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use rerail_topology::gid::{Hysteresis, HysteresisTimes, PortTable, Selection, rank};
-use rerail_verbs::{Context, ControlThread, Device, DeviceAttr, DeviceList, Gid, LinkLayer, Mtu};
+use rerail_verbs::{Context, Device, DeviceAttr, DeviceList, Gid, LinkLayer, Mtu};
 
 use super::config::RdmaConfig;
 use super::opening::Opening;
+use super::tries::Tries;
 use super::watch::read_port;
 use crate::TransportError;
 use crate::machine::ids::LocalNic;
@@ -20,12 +21,6 @@ use crate::machine::observer;
 
 /// How long any other verb may take at start.
 const OPEN_LIMIT: Duration = Duration::from_secs(60);
-
-/// How long a verb may take before its thread counts as one that hangs.
-const HUNG_AFTER: Duration = Duration::from_secs(1);
-
-/// Openings of a device that may hang.
-const HUNG_MAX: usize = 2;
 
 /// MTU of a port whose own is not known: every device carries it.
 const MTU_UNKNOWN: Mtu = Mtu::Mtu1024;
@@ -86,12 +81,43 @@ pub(super) enum PortWish {
     Any,
 }
 
+/// Which NIC it is: equal for itself only. Its number is set once it is among the own NICs.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Place(Arc<OnceLock<LocalNic>>);
+
+impl From<LocalNic> for Place {
+    fn from(number: LocalNic) -> Self {
+        Self(Arc::new(OnceLock::from(number)))
+    }
+}
+
+impl PartialEq for Place {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Place {
+    /// Its number; `None` as long as it is not taken in.
+    pub(super) fn number(&self) -> Option<LocalNic> {
+        self.0.get().copied()
+    }
+
+    /// Gives it a number, unless it has one; returns the one that it has.
+    pub(super) fn set_number(&self, number: LocalNic) -> LocalNic {
+        *self.0.get_or_init(|| number)
+    }
+}
+
+/// Number of a NIC that is not taken in: no NIC has it.
+const NO_NUMBER: LocalNic = LocalNic(u32::MAX);
+
 /// A port of a device. Shared by all threads.
 ///
 /// The device is open but for the time from its death until it is opened again.
 #[derive(Debug)]
 pub struct Nic {
-    index: LocalNic,
+    place: Place,
     name: String,
     port: u32,
     device: Device,
@@ -105,13 +131,13 @@ pub struct Nic {
     openings: AtomicU32,
     /// The last number that an opening was given: none has that of another, though it failed.
     numbered: AtomicU32,
-    /// Control threads of this opening and of earlier ones that are not closed yet.
-    controls: Mutex<Vec<ControlThread>>,
+    /// Its openings that are not closed yet.
+    tries: Arc<Tries>,
 }
 
 impl Nic {
-    /// Opens `port` of `device` as number `index` of this engine's NICs, called `name` in records
-    /// and paths. Blocks; verbs run on the context's control thread.
+    /// Opens `port` of `device`, called `name` in records and paths. Blocks; verbs run on the
+    /// context's control thread, which `tries` is told of.
     ///
     /// With [`PortWish::Usable`] a port that is not active, or has no usable GID, is an error. With
     /// [`PortWish::Any`] it is opened with its gate closed, and taken in once it is usable.
@@ -120,14 +146,15 @@ impl Nic {
     ///
     /// A verb failed, or the port is not as wished.
     pub(super) fn open(
-        index: LocalNic,
+        place: Place,
         device: &Device,
         port: u32,
         name: &str,
         config: &RdmaConfig,
         wish: PortWish,
+        tries: &Arc<Tries>,
     ) -> Result<Self, TransportError> {
-        let opening = Opening::new(device, 0, config, |_| ())?;
+        let opening = Opening::new(device, 0, config, |control| tries.begin(control))?;
         let (context, for_job) = (opening.context().clone(), config.clone());
         let max_msg_bytes = Arc::new(AtomicU32::new(u32::MAX));
         let longest = Arc::clone(&max_msg_bytes);
@@ -150,7 +177,7 @@ impl Nic {
             );
         }
         Ok(Self {
-            index,
+            place,
             name: name.to_owned(),
             port,
             device: device.clone(),
@@ -158,16 +185,30 @@ impl Nic {
             max_msg_bytes,
             gate: AtomicBool::new(facts.is_some()),
             facts: ArcSwapOption::from_pointee(facts),
-            controls: Mutex::new(vec![opening.context().control().clone()]),
+            tries: Arc::clone(tries),
             opening: ArcSwapOption::from_pointee(opening),
             openings: AtomicU32::new(0),
             numbered: AtomicU32::new(0),
         })
     }
 
-    /// Position among this engine's NICs, and in the record's `devices[]`.
+    /// Position among this engine's NICs, and in the record's `devices[]`; none that a NIC has
+    /// before it is taken in.
     pub fn index(&self) -> LocalNic {
-        self.index
+        self.place.number().unwrap_or(NO_NUMBER)
+    }
+
+    /// Which NIC it is.
+    pub(super) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Its present opening has all memory, and is used from now on: an end of it is not that of a
+    /// try.
+    pub(super) fn is_used(&self) {
+        if let Some(opening) = self.opening() {
+            self.tries.is_used(opening.context().control());
+        }
     }
 
     /// Name in records and NIC paths.
@@ -222,24 +263,6 @@ impl Nic {
         self.openings.load(Ordering::Acquire)
     }
 
-    /// Refuses to open a device again whose earlier openings do not close: each has a thread that
-    /// hangs in the device, and there must not be ever more of them.
-    fn check_hung(&self) -> Result<(), TransportError> {
-        let mut controls = self.lock_controls();
-        controls.retain(|control| !control.is_closed());
-        let hung = controls.iter();
-        let hung = hung
-            .filter(|control| control.is_overdue(HUNG_AFTER))
-            .count();
-        if hung >= HUNG_MAX {
-            return Err(TransportError::Device {
-                device: self.device().to_owned(),
-                reason: format!("{hung} threads hang in it since it was opened before"),
-            });
-        }
-        Ok(())
-    }
-
     /// Lets go of the device without waiting for it: it closes once the last of what was made of
     /// it is gone.
     pub(super) fn release(&self) {
@@ -266,15 +289,17 @@ impl Nic {
         // A device that was pulled out and put back is another one, of the same name.
         let devices = self.relist()?;
         let device = devices.find(self.device.name());
+        if device.is_none() {
+            self.tries.device_went();
+        }
         let device = device.ok_or_else(|| TransportError::UnknownDevice {
             device: self.device().to_owned(),
             available: devices.to_string(),
         })?;
-        self.check_hung()?;
+        self.tries.check(self.device())?;
         // Each leaves room for the number of its end.
         let number = self.numbered.fetch_add(2, Ordering::AcqRel) + 2;
-        let opened = |control: &ControlThread| self.lock_controls().push(control.clone());
-        let opening = Opening::new(device, number, config, opened)?;
+        let opening = Opening::new(device, number, config, |control| self.tries.begin(control))?;
         Ok(Arc::new(opening))
     }
 
@@ -283,6 +308,7 @@ impl Nic {
         let number = opening.number();
         self.opening.store(Some(opening));
         self.openings.store(number, Ordering::Release);
+        self.is_used();
     }
 
     /// What the port is, or was when it was last usable; `None` before it was usable once.
@@ -303,11 +329,6 @@ impl Nic {
     /// Opens or closes the gate. Takes effect before the next post, whatever thread that is on.
     pub(super) fn set_gate(&self, open: bool) {
         self.gate.store(open, Ordering::Release);
-    }
-
-    fn lock_controls(&self) -> MutexGuard<'_, Vec<ControlThread>> {
-        // A list of handles is whole whatever panicked.
-        self.controls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

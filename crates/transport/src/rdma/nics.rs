@@ -78,14 +78,19 @@ impl Nics {
         self.iter().map(|nic| nic.name().to_owned()).collect()
     }
 
-    /// Takes a NIC in, whose number is the next one. By one thread at a time.
+    /// The number of the next one.
+    pub(super) fn next(&self) -> LocalNic {
+        LocalNic(self.len() as u32)
+    }
+
+    /// Takes a NIC in, whose number is the next one, or is set to that. By one thread at a time.
     ///
     /// # Errors
     ///
     /// [`NICS_MAX`] NICs are there, or its number is not the next one.
     pub(super) fn push(&self, nic: Arc<Nic>, inbox: Arc<Inbox>) -> Result<(), TransportError> {
-        let position = nic.index().0 as usize;
         let taken = self.len();
+        let position = nic.place().set_number(self.next()).0 as usize;
         let device = nic.device().to_owned();
         let refused = |reason: String| TransportError::Device { device, reason };
         let next = self
@@ -98,6 +103,7 @@ impl Nics {
                 "it would be NIC number {position} after {taken} of at most {NICS_MAX}"
             )));
         };
+        nic.is_used();
         if next.set(Seat { nic, inbox }).is_err() {
             return Err(refused(format!("NIC number {position} is there already")));
         }

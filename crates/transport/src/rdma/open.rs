@@ -5,9 +5,10 @@ use std::sync::Arc;
 use rerail_verbs::{Device, DeviceList};
 
 use super::config::RdmaConfig;
-use super::nic::{Nic, PortWish};
+use super::nic::{Nic, Place, PortWish};
 use super::nics::{NICS_MAX, Nics};
 use super::opening::Opening;
+use super::tries::AllTries;
 use crate::TransportError;
 use crate::machine::ids::LocalNic;
 
@@ -21,9 +22,11 @@ pub(super) fn open_nics(
     list: &DeviceList,
     wanted: &[String],
     config: &RdmaConfig,
+    tries: &AllTries,
 ) -> Result<Vec<Arc<Nic>>, TransportError> {
     let mut start = Start {
         config,
+        tries,
         nics: Vec::new(),
         unusable: Vec::new(),
         last_error: None,
@@ -55,6 +58,7 @@ pub(super) fn open_nics(
 /// What is opened at the start.
 struct Start<'a> {
     config: &'a RdmaConfig,
+    tries: &'a AllTries,
     nics: Vec<Arc<Nic>>,
     /// Ports that are there and cannot be used yet.
     unusable: Vec<(&'a Device, u32)>,
@@ -68,8 +72,7 @@ impl<'a> Start<'a> {
         if is_known || self.is_full(device, port) {
             return None;
         }
-        let (index, name) = next(self.nics.iter(), device.name(), port);
-        match Nic::open(index, device, port, &name, self.config, PortWish::Usable) {
+        match self.open_as(device, port, PortWish::Usable) {
             Ok(nic) => {
                 let ports = nic.attr().phys_port_cnt.min(PORTS_MAX);
                 self.nics.push(Arc::new(nic));
@@ -85,6 +88,13 @@ impl<'a> Start<'a> {
                 None
             }
         }
+    }
+
+    fn open_as(&self, device: &Device, port: u32, wish: PortWish) -> Result<Nic, TransportError> {
+        let name = name(self.nics.iter(), device.name(), port);
+        let place = Place::from(LocalNic(self.nics.len() as u32));
+        let tries = self.tries.of(device.name(), port);
+        Nic::open(place, device, port, &name, self.config, wish, &tries)
     }
 
     fn is_unusable(&self, device: &Device, port: u32) -> bool {
@@ -111,11 +121,10 @@ impl<'a> Start<'a> {
         }
         // Behind those that work, so that readers who count positions meet them last.
         for (device, port) in std::mem::take(&mut self.unusable) {
-            let (index, name) = next(self.nics.iter(), device.name(), port);
             if self.is_full(device, port) {
                 continue;
             }
-            match Nic::open(index, device, port, &name, self.config, PortWish::Any) {
+            match self.open_as(device, port, PortWish::Any) {
                 Ok(nic) => self.nics.push(Arc::new(nic)),
                 Err(error) => {
                     tracing::warn!(device = device.name(), port, %error, "port left out");
@@ -160,16 +169,6 @@ fn ports_of(device: &Device, config: &RdmaConfig) -> u32 {
     }
 }
 
-/// Number and name of the NIC after `nics`.
-pub(super) fn next<'n>(
-    nics: impl Iterator<Item = &'n Arc<Nic>> + Clone,
-    device: &str,
-    port: u32,
-) -> (LocalNic, String) {
-    let number = LocalNic(nics.clone().count() as u32);
-    (number, name(nics, device, port))
-}
-
 /// The device of a wish `name` or `name:port`, and the port; `None` if it is not there.
 ///
 /// # Errors
@@ -197,7 +196,11 @@ fn unknown(list: &DeviceList, wish: &str) -> TransportError {
 }
 
 /// The device's name for its first used port, `<device>:<port>` for each further one.
-fn name<'n>(mut nics: impl Iterator<Item = &'n Arc<Nic>>, device: &str, port: u32) -> String {
+pub(super) fn name<'n>(
+    mut nics: impl Iterator<Item = &'n Arc<Nic>>,
+    device: &str,
+    port: u32,
+) -> String {
     if nics.any(|nic| nic.device() == device) {
         format!("{device}:{port}")
     } else {
@@ -228,7 +231,8 @@ mod tests {
         let nic = fabric.add_nic(node, &options);
         fabric.port_down(PortId { nic, port: 1 });
         let devices = fabric.devices_of(fabric.add_process(node));
-        let nics = open_nics(&devices, &[], &RdmaConfig::default()).expect("one works");
+        let nics = open_nics(&devices, &[], &RdmaConfig::default(), &AllTries::default());
+        let nics = nics.expect("one works");
         let opened: Vec<_> = nics
             .iter()
             .map(|nic| (nic.name(), nic.port(), nic.is_gate_open()))

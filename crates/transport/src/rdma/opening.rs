@@ -40,16 +40,15 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// Opens `device` as number `number` of its openings, and says at once on which thread.
-    /// Blocks; verbs run on the context's control thread.
+    /// Opens `device` as number `number` of its openings, and says first on which thread. Blocks;
+    /// verbs run on the context's control thread.
     pub(super) fn new(
         device: &Device,
         number: u32,
         config: &RdmaConfig,
-        opened: impl FnOnce(&ControlThread),
+        begins: impl FnOnce(&ControlThread),
     ) -> Result<Self, TransportError> {
-        let context = device.open()?;
-        opened(context.control());
+        let context = device.open_shown(begins)?;
         let for_job = context.clone();
         let cqe_max = config.cqe_max;
         let pending = context.control().submit(move || {

@@ -22,6 +22,7 @@ use super::rail::{Peer, PeerNic, PeerSpec};
 use super::router::Router;
 use super::signaling::Signaling;
 use super::transfer::{OnFinished, Transfer, TransferSpec};
+use super::tries::AllTries;
 use super::watch::{NicListener, Parts, Watch};
 use crate::TransportError;
 use crate::event::Events;
@@ -45,6 +46,7 @@ pub struct RdmaTransport {
     /// Devices that the user names; all if he names none.
     wanted: Vec<String>,
     nics: Nics,
+    tries: Arc<AllTries>,
     registrations: Arc<Registrations>,
     connector: Connector,
     router: Arc<Router>,
@@ -73,7 +75,8 @@ impl RdmaTransport {
         signaling: Arc<dyn Signaling>,
         runtime: runtime::Handle,
     ) -> Result<Self, TransportError> {
-        let opened = super::open::open_nics(devices, wanted, &config)?;
+        let tries = Arc::<AllTries>::default();
+        let opened = super::open::open_nics(devices, wanted, &config, &tries)?;
         let (reporter, reports) = mpsc::channel(REPORTS_MAX);
         let threads = DataThreads::new(config.clone(), clock, reporter);
         let nics = Nics::default();
@@ -112,6 +115,7 @@ impl RdmaTransport {
             identity,
             wanted: wanted.to_vec(),
             nics,
+            tries,
             connector,
             router,
             dispatcher,
@@ -134,6 +138,7 @@ impl RdmaTransport {
             nics: self.nics.clone(),
             wanted: self.wanted.clone(),
             threads: Arc::clone(&self.threads),
+            tries: Arc::clone(&self.tries),
             registrations: Arc::clone(&self.registrations),
             config: self.config.clone(),
             clock: self.clock,
@@ -376,8 +381,10 @@ mod tests {
         let devices = transport.nics()[0].relist().expect("they can be listed");
         let device = devices.find("late0").expect("it is there").clone();
         let (local, config) = (LocalNic(1), &transport.config);
-        let nic = Nic::open(local, &device, 1, "late0", config, PortWish::Any).expect("open");
-        let nic = Arc::new(nic);
+        let tries = Arc::default();
+        let any = PortWish::Any;
+        let nic = Nic::open(local.into(), &device, 1, "late0", config, any, &tries);
+        let nic = Arc::new(nic.expect("open"));
         let opening = nic.opening().expect("open");
         rig.fabric.hang_control(late, HANG);
         let taken = || panic!("it does not have the memory");

@@ -28,12 +28,13 @@ use super::clock::Clock;
 use super::config::RdmaConfig;
 use super::connector::Connector;
 use super::data_threads::DataThreads;
-use super::memory::Registrations;
+use super::memory::{Registered, Registrations};
 use super::nic::{Nic, PortFacts};
 use super::nics::Nics;
 use super::opening::Opening;
 use super::paths::Row;
 use super::router::Router;
+use super::tries::AllTries;
 use crate::TransportError;
 use crate::event::{Event, Events};
 use crate::machine::ids::LocalNic;
@@ -46,12 +47,14 @@ use crate::machine::{Machine, Time, drive};
 
 mod finder;
 mod hints;
+mod patience;
 mod read;
 #[cfg(test)]
 mod tests;
 
 pub(super) use finder::Finder;
 use hints::Hints;
+use patience::Patience;
 pub(super) use read::{failure, read_port};
 
 /// Events taken from one context before the others have their turn.
@@ -90,6 +93,16 @@ pub trait NicListener: Send + Sync {
         let _ = (local, name);
     }
 
+    /// Whether the record would have room for one more NIC, with the keys of all memory.
+    ///
+    /// # Errors
+    ///
+    /// The sizes, and what can be done.
+    fn check_room(&self, name: &str) -> Result<(), String> {
+        let _ = name;
+        Ok(())
+    }
+
     /// It is among the own NICs now, and is read next.
     fn added(&self, nics: &Nics) {
         let _ = nics;
@@ -109,6 +122,8 @@ enum Mail {
     Reopened {
         nic: usize,
         epoch: u32,
+        /// When it was begun.
+        registered: Registered,
         result: Result<(), TransportError>,
     },
     /// Something suggests that a port, or all, may differ.
@@ -116,7 +131,7 @@ enum Mail {
     /// A NIC was taken in that was not there at the start.
     Appeared(Arc<Nic>),
     /// The devices of the machine were looked at.
-    Looked(Box<Finder>),
+    Looked,
 }
 
 struct Shared {
@@ -150,6 +165,7 @@ pub(super) struct Parts {
     pub(super) nics: Nics,
     pub(super) wanted: Vec<String>,
     pub(super) threads: Arc<DataThreads>,
+    pub(super) tries: Arc<AllTries>,
     pub(super) registrations: Arc<Registrations>,
     pub(super) config: RdmaConfig,
     pub(super) clock: Clock,
@@ -209,6 +225,11 @@ struct Entry {
     observer: Observer,
     /// Set while a thread of the pool reads the port. One that hangs is never joined by another.
     reading: Arc<AtomicBool>,
+    /// What is known of a device that could not be opened again.
+    patience: Option<Patience>,
+    /// The opening that waits until there is room for all memory, of which the observer is not
+    /// told: it would try again soon, however much that costs.
+    waiting: Option<u32>,
 }
 
 impl Entry {
@@ -223,6 +244,8 @@ impl Entry {
             opening: nic.opening(),
             observer: Observer::new(now, observing, device, &config.gids, [port], seed),
             reading: Arc::default(),
+            patience: None,
+            waiting: None,
         }
     }
 }
@@ -232,8 +255,9 @@ struct Watcher {
     shared: Arc<Shared>,
     entries: Vec<Entry>,
     hints: Hints,
-    /// Away while it looks.
-    finder: Option<Box<Finder>>,
+    finder: Arc<Finder>,
+    /// It looks.
+    looking: bool,
     look_at: Time,
     /// News of devices came while it looked.
     look_again: bool,
@@ -246,7 +270,8 @@ impl Watcher {
         Self {
             entries: parts.nics.iter().map(entry).collect(),
             hints: Hints::open(),
-            finder: Some(Box::new(Finder::new(&parts))),
+            finder: Arc::new(Finder::new(&parts)),
+            looking: false,
             look_at: now + LOOK_EVERY,
             look_again: false,
             parts,
@@ -284,6 +309,7 @@ impl Watcher {
         for index in 0..self.entries.len() {
             self.take_events(now, index);
             self.check_control(now, index);
+            self.reopen_waiting(now, index);
             self.drive(now, index);
             let next = self.entries[index].observer.next_timeout();
             due = due.min(next.unwrap_or(due));
@@ -293,20 +319,24 @@ impl Watcher {
 
     /// Has the devices of the machine looked at, when it is time. Returns when it is next.
     fn look(&mut self, now: Time) -> Time {
-        if now >= self.look_at
-            && let Some(mut finder) = self.finder.take()
-        {
-            let shared = Arc::clone(&self.shared);
-            self.look_again = false;
-            // Listing and opening devices takes its time, and may hang.
+        if now >= self.look_at && !self.looking {
+            let (finder, shared) = (Arc::clone(&self.finder), Arc::clone(&self.shared));
+            (self.looking, self.look_again) = (true, false);
+            let runtime = self.parts.runtime.clone();
+            // Listing devices takes its time, and what is done with each may hang.
             self.parts.runtime.spawn_blocking(move || {
-                finder.look(|nic| shared.send(Mail::Appeared(nic)));
-                shared.send(Mail::Looked(finder));
+                for attempt in finder.look() {
+                    let shared = Arc::clone(&shared);
+                    let taken = move |nic| shared.send(Mail::Appeared(nic));
+                    runtime.spawn_blocking(move || attempt.run(taken));
+                }
+                shared.send(Mail::Looked);
             });
         }
-        match &self.finder {
-            Some(_) => self.look_at,
-            None => now + SLEEP_MAX,
+        if self.looking {
+            now + SLEEP_MAX
+        } else {
+            self.look_at
         }
     }
 
@@ -346,7 +376,12 @@ impl Watcher {
     fn read_mail(&mut self, now: Time, mail: Mail) {
         match mail {
             Mail::Hint(local) => self.hint(now, local),
-            Mail::Reopened { nic, epoch, result } => self.reopened(now, nic, epoch, result),
+            Mail::Reopened {
+                nic,
+                epoch,
+                registered,
+                result,
+            } => self.reopened(now, nic, epoch, registered, result),
             Mail::Appeared(nic) => {
                 let added = Event::NicAdded {
                     nic: nic.name().to_owned(),
@@ -354,8 +389,8 @@ impl Watcher {
                 self.entries.push(Entry::new(&nic, &self.parts.config, now));
                 self.parts.events.tell(now, &added);
             }
-            Mail::Looked(finder) => {
-                self.finder = Some(finder);
+            Mail::Looked => {
+                self.looking = false;
                 let wait = if std::mem::take(&mut self.look_again) {
                     LOOK_AGAIN
                 } else {
@@ -396,7 +431,14 @@ impl Watcher {
         }
     }
 
-    fn reopened(&mut self, now: Time, nic: usize, epoch: u32, result: Result<(), TransportError>) {
+    fn reopened(
+        &mut self,
+        now: Time,
+        nic: usize,
+        epoch: u32,
+        registered: Registered,
+        result: Result<(), TransportError>,
+    ) {
         let Some(entry) = self.entries.get_mut(nic) else {
             return;
         };
@@ -404,6 +446,7 @@ impl Watcher {
         match result {
             Ok(()) => {
                 entry.opening = entry.nic.opening();
+                entry.patience = None;
                 tracing::info!(nic = name, "the device is open again");
                 self.parts.listener.rekeyed(entry.nic.index());
                 let nic = name.to_owned();
@@ -411,9 +454,40 @@ impl Watcher {
                 entry.observer.handle(now, Input::Reopened { epoch });
             }
             Err(error) => {
-                tracing::warn!(nic = name, %error, "the device cannot be opened again yet");
-                entry.observer.handle(now, Input::ReopenFailed { epoch });
+                let before = entry.patience.as_ref();
+                let (patience, is_news) = Patience::after(before, now, &error, registered);
+                if is_news {
+                    tracing::warn!(nic = name, %error, "the device cannot be opened again yet");
+                } else {
+                    tracing::debug!(nic = name, %error, "the device cannot be opened again yet");
+                }
+                if patience.wants_room() {
+                    entry.waiting = Some(epoch);
+                    let left_out = Event::NicLeftOut {
+                        nic: name.to_owned(),
+                        cause: error.to_string(),
+                    };
+                    if is_news {
+                        self.parts.events.tell(now, &left_out);
+                    }
+                } else {
+                    entry.observer.handle(now, Input::ReopenFailed { epoch });
+                }
+                entry.patience = Some(patience);
             }
+        }
+    }
+
+    /// Opens a device again that had no room, once it may have.
+    fn reopen_waiting(&mut self, now: Time, index: usize) {
+        let entry = &mut self.entries[index];
+        let registered = || self.parts.registrations.registered();
+        let is_over = |patience: &Patience| patience.is_over(now, registered);
+        if let Some(epoch) = entry.waiting
+            && entry.patience.as_ref().is_none_or(is_over)
+        {
+            entry.waiting = None;
+            reopen_in_pool(&self.parts, &self.shared, &entry.nic, epoch);
         }
     }
 
@@ -472,6 +546,7 @@ impl Watcher {
             opening,
             observer,
             reading,
+            ..
         } = &mut entries[index];
         let epoch = observer.epoch();
         let mut actions = Vec::new();
@@ -497,6 +572,7 @@ impl Watcher {
                     shared.send(Mail::Reopened {
                         nic: nic.index().0 as usize,
                         epoch,
+                        registered: Registered::default(),
                         result: Err(TransportError::Device { device, reason }),
                     });
                 }
@@ -609,6 +685,7 @@ fn reopen_in_pool(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u3
     let (registrations, config) = (Arc::clone(&parts.registrations), parts.config.clone());
     let (nic, shared) = (Arc::clone(nic), Arc::clone(shared));
     parts.runtime.spawn_blocking(move || {
+        let registered = registrations.registered();
         let result = nic.reopen(&config).and_then(|opening| {
             let taken = || {
                 nic.install(Arc::clone(&opening));
@@ -619,6 +696,7 @@ fn reopen_in_pool(parts: &Parts, shared: &Arc<Shared>, nic: &Arc<Nic>, epoch: u3
         shared.send(Mail::Reopened {
             nic: nic.index().0 as usize,
             epoch,
+            registered,
             result,
         });
     });

@@ -40,6 +40,7 @@ use crate::rdma::rail::Peer;
 use crate::rdma::router::Router;
 use crate::rdma::slice::Slicing;
 use crate::rdma::transfer::Transfer;
+use crate::rdma::tries::AllTries;
 use crate::rdma::watch::{Finder, LOOK_EVERY, Parts};
 
 /// Every node's one registered region.
@@ -197,7 +198,7 @@ pub(super) struct Node {
     pub(super) connector: Connector,
     pub(super) router: Arc<Router>,
     pub(super) parts: Parts,
-    finder: Finder,
+    finder: Arc<Finder>,
     /// When it looks for NICs that have come.
     pub(super) look_at: Time,
     seed: u64,
@@ -262,7 +263,8 @@ impl Node {
         let (clock, turns, outbox) = (Clock::by_hand(hand), Turns::default(), Outbox::default());
         let (now, config) = (clock.now(), config());
         let memory = HostMemory::allocate(SLOTS * SLOT_BYTES).expect("memory");
-        let open = || open_nics(&fabric.devices_of(process), &[], &config);
+        let tries = Arc::<AllTries>::default();
+        let open = || open_nics(&fabric.devices_of(process), &[], &config, &tries);
         // One that finds nothing to use would be started again and again until it does.
         let opened = open().or_else(|_| {
             let left = fabric.devices_of(process);
@@ -270,7 +272,8 @@ impl Node {
             let id = ids[nic_number(name)];
             fabric.reset_device(id);
             let device = fabric.device_of(process, id);
-            let nic = Nic::open(LocalNic(0), &device, 1, name, &config, PortWish::Any);
+            let (place, any) = (LocalNic(0).into(), PortWish::Any);
+            let nic = Nic::open(place, &device, 1, name, &config, any, &tries.of(name, 1));
             nic.map(|nic| vec![Arc::new(nic)])
         });
         let opened = opened.expect("a device that was reset opens");
@@ -320,6 +323,7 @@ impl Node {
             nics,
             wanted: Vec::new(),
             threads,
+            tries,
             registrations,
             config,
             clock,
@@ -330,7 +334,7 @@ impl Node {
             events: Events::default(),
         };
         let mut node = Self {
-            finder: Finder::new(&parts),
+            finder: Arc::new(Finder::new(&parts)),
             look_at: now + LOOK_EVERY,
             seed,
             life,
@@ -418,7 +422,9 @@ impl Node {
     pub(super) fn look(&mut self, now: Time, fabric: &Fabric, ids: &[NicId]) -> Vec<String> {
         self.look_at = now + LOOK_EVERY;
         let found = RefCell::new(Vec::new());
-        self.finder.look(|nic| found.borrow_mut().push(nic));
+        for attempt in self.finder.look() {
+            attempt.run(|nic| found.borrow_mut().push(nic));
+        }
         let (found, drivers) = (found.into_inner(), self.parts.threads.take_drivers());
         assert_eq!(found.len(), drivers.len(), "each has a driver");
         let names = found.iter().map(|nic| nic.name().to_owned()).collect();

@@ -4,8 +4,9 @@ use std::sync::OnceLock;
 use std::sync::atomic::AtomicUsize;
 
 use rerail_verbs::AsyncEventKind;
+use rerail_verbs::sim::NicOptions;
 
-use super::super::rig::{rig, wait_until};
+use super::super::rig::{KIB, Rig, registered, rig, wait_until};
 use super::*;
 use crate::event::Subscriber;
 
@@ -163,4 +164,101 @@ fn the_longest_message_of_a_port_is_taken_from_its_latest_reading() {
         nic.opening().is_some_and(|opening| opening.number() > 0)
     });
     wait_until("it is read", || nic.max_msg_bytes() == 20_000);
+}
+
+/// Counts the NICs that are left out.
+#[derive(Default)]
+struct LeftOut(AtomicUsize);
+
+impl Subscriber for LeftOut {
+    fn event(&self, _at: Time, event: &Event) {
+        if let Event::NicLeftOut { cause, .. } = event {
+            assert!(cause.contains("memory"), "{cause}");
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// A device for the first host with `last` in its address and room for so many regions.
+fn device(rig: &Rig, name: &str, last: u8, max_mr: u32) -> rerail_verbs::sim::NicId {
+    let address = std::net::IpAddr::from([10, 0, 0, last]);
+    let mut options = NicOptions::ethernet(name, address);
+    options.limits.max_mr = max_mr;
+    rig.fabric.add_nic(rig.hosts[0].0, &options)
+}
+
+#[test]
+fn a_new_device_that_hangs_keeps_one_thread_and_holds_up_no_other() {
+    const HANG: Duration = Duration::from_secs(3_600);
+    let rig = rig(9, 1);
+    let transport = rig.transport(0, "a1");
+    let hangs = device(&rig, "hangs1", 9, 1_000);
+    rig.fabric.hang_control(hangs, HANG);
+    device(&rig, "works1", 10, 1_000);
+    let observed = transport.observe(Arc::new(Published::default()), Events::default());
+    observed.expect("a thread");
+    let nics = transport.nics();
+    let has = |name: &str| nics.iter().any(|nic| nic.device() == name);
+    wait_until("the other is taken in", || has("works1"));
+    device(&rig, "later1", 11, 1_000);
+    wait_until("one that comes later, too", || has("later1"));
+    assert!(!has("hangs1"));
+    assert_eq!(threads("ctl-hangs1"), 1);
+    let numbers: Vec<_> = nics.iter().map(|nic| nic.index().0).collect();
+    assert_eq!(numbers, [0, 1, 2]);
+    drop(transport);
+    // Without the thread that waits for the device.
+    rig.runtime.shutdown_background();
+}
+
+#[test]
+fn a_new_device_without_room_for_all_memory_is_taken_in_once_there_is_less() {
+    let rig = rig(10, 1);
+    let transport = rig.transport(0, "a1");
+    let mut memory: Vec<_> = (0..5).map(|_| registered(&transport, KIB)).collect();
+    // One of its regions is the engine's own.
+    device(&rig, "small1", 9, 4);
+    let left_out = Arc::new(LeftOut::default());
+    let events = Events::new(Arc::clone(&left_out) as Arc<dyn Subscriber>);
+    let observed = transport.observe(Arc::new(Published::default()), events);
+    observed.expect("a thread");
+    wait_until("it is left out", || left_out.0.load(Ordering::SeqCst) > 0);
+    memory.pop();
+    let nics = transport.nics();
+    assert_eq!(nics.len(), 1, "it has room for three");
+    memory.pop();
+    wait_until("it is taken in", || nics.len() == 2);
+    for memory in &memory {
+        let keys = &memory.keys()[0];
+        assert_eq!((keys.rkeys.len(), keys.lkeys.len()), (2, 2));
+        assert!(keys.rkeys.iter().all(|key| *key != 0), "{keys:?}");
+        let piece = memory.pieces().next().expect("one");
+        assert_eq!(piece.keys.get(1), Some(keys.lkeys[1]));
+    }
+    assert_eq!(left_out.0.load(Ordering::SeqCst), 1, "told once");
+}
+
+#[test]
+fn a_device_that_comes_back_without_room_for_all_memory_is_opened_once_there_is_less() {
+    let rig = rig(11, 1);
+    // Room for one memory beside the engine's own.
+    let small = device(&rig, "small1", 9, 2);
+    let transport = rig.transport(0, "a1");
+    let nics = transport.nics();
+    let nic = nics.iter().find(|nic| nic.device() == "small1");
+    let nic = Arc::clone(nic.expect("taken in"));
+    let _first = registered(&transport, KIB);
+    let left_out = Arc::new(LeftOut::default());
+    let events = Events::new(Arc::clone(&left_out) as Arc<dyn Subscriber>);
+    let observed = transport.observe(Arc::new(Published::default()), events);
+    observed.expect("a thread");
+    rig.fabric.kill_device(small);
+    wait_until("it is given up", || nic.opening().is_none());
+    // With the other device only.
+    let second = registered(&transport, KIB);
+    rig.fabric.reset_device(small);
+    wait_until("it is left out", || left_out.0.load(Ordering::SeqCst) > 0);
+    assert!(nic.opening().is_none());
+    drop(second);
+    wait_until("it is open again", || nic.opening().is_some());
 }

@@ -1,0 +1,222 @@
+//! Threads that a device's openings have, and which of them hang.
+//!
+//! Opening a device, and whatever is done with it before it is used, may hang in its firmware; the
+//! thread is then lost until the device answers. So a device whose last opening came to nothing and
+//! hangs still is not tried again, nor is one of which several openings hang, and there is a bound
+//! on those of all devices together. Deliberately not here: when something is tried.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rerail_verbs::ControlThread;
+
+use crate::TransportError;
+
+/// How long a verb may take before its thread counts as one that hangs.
+const HUNG_AFTER: Duration = Duration::from_secs(1);
+
+/// Openings of one port of a device that may hang: one that was in use, and a try after it.
+const HUNG_MAX: usize = 2;
+
+/// Ports of devices that were never taken in, and hang all the same.
+const HUNG_STRANGERS_MAX: usize = 16;
+
+/// Openings of one port of a device that are not closed yet.
+#[derive(Debug, Default)]
+pub(super) struct Tries {
+    open: Mutex<Vec<Try>>,
+}
+
+#[derive(Debug)]
+struct Try {
+    control: ControlThread,
+    state: State,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    /// Not taken in: it is under way, or came to nothing.
+    Tried,
+    /// Taken in, and perhaps given up since.
+    Used,
+}
+
+impl Tries {
+    /// Whether it makes sense to open `device` once more.
+    ///
+    /// # Errors
+    ///
+    /// An earlier opening hangs.
+    pub(super) fn check(&self, device: &str) -> Result<(), TransportError> {
+        let refused = |reason: String| TransportError::Device {
+            device: device.to_owned(),
+            reason,
+        };
+        let hung = self.hung();
+        if hung.contains(&State::Tried) {
+            let reason = "the last try to open it hangs still; it is tried again once the device \
+                          answers: see the kernel's log, and reset it";
+            return Err(refused(reason.to_owned()));
+        }
+        if hung.len() >= HUNG_MAX {
+            return Err(refused(format!(
+                "{} threads hang in it since it was opened before; it is tried again once it \
+                 answers: see the kernel's log, and reset it",
+                hung.len()
+            )));
+        }
+        Ok(())
+    }
+
+    /// An opening begins on a thread of its own.
+    pub(super) fn begin(&self, control: &ControlThread) {
+        let (control, state) = (control.clone(), State::Tried);
+        self.lock().push(Try { control, state });
+    }
+
+    /// An opening is used from now on.
+    pub(super) fn is_used(&self, control: &ControlThread) {
+        let mut open = self.lock();
+        let found = open.iter_mut().find(|known| known.control.is_same(control));
+        if let Some(known) = found {
+            known.state = State::Used;
+        }
+    }
+
+    /// The device is not there. One that comes in its place is another, of the same name.
+    pub(super) fn device_went(&self) {
+        for known in self.lock().iter_mut() {
+            known.state = State::Used;
+        }
+    }
+
+    /// What those are that hang.
+    fn hung(&self) -> Vec<State> {
+        let mut open = self.lock();
+        open.retain(|known| !known.control.is_closed());
+        let hangs = |known: &&Try| match known.state {
+            // Whatever it may rightly take, another try would only join it.
+            State::Tried => known
+                .control
+                .stuck_for()
+                .is_some_and(|time| time > HUNG_AFTER),
+            State::Used => known.control.is_overdue(HUNG_AFTER),
+        };
+        open.iter().filter(hangs).map(|known| known.state).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Try>> {
+        // A list of handles is whole whatever panicked.
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The same of all ports that are tried, by device and port.
+#[derive(Debug, Default)]
+pub(super) struct AllTries {
+    by_port: Mutex<HashMap<(String, u32), Arc<Tries>>>,
+}
+
+impl AllTries {
+    /// Those of a port.
+    pub(super) fn of(&self, device: &str, port: u32) -> Arc<Tries> {
+        let key = (device.to_owned(), port);
+        Arc::clone(self.lock().entry(key).or_default())
+    }
+
+    /// Whether one more device may be tried that was not taken in before.
+    ///
+    /// # Errors
+    ///
+    /// Too many hang.
+    pub(super) fn check_strangers(&self, device: &str) -> Result<(), TransportError> {
+        let all: Vec<_> = self.lock().values().cloned().collect();
+        let hung = all
+            .iter()
+            .filter(|tries| tries.hung().contains(&State::Tried));
+        let hung = hung.count();
+        if hung < HUNG_STRANGERS_MAX {
+            return Ok(());
+        }
+        Err(TransportError::Device {
+            device: device.to_owned(),
+            reason: format!(
+                "{hung} other devices hang since they were opened; it is tried once they answer"
+            ),
+        })
+    }
+
+    /// Forgets the devices that are not there, but for what hangs of them.
+    pub(super) fn retain(&self, is_there: impl Fn(&str) -> bool) {
+        self.lock().retain(|(device, _), tries| {
+            if is_there(device) {
+                return true;
+            }
+            let hangs = !tries.hung().is_empty();
+            tries.device_went();
+            // A NIC that was taken in knows its own.
+            hangs || Arc::strong_count(tries) > 1
+        });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<(String, u32), Arc<Tries>>> {
+        // Entries are made whole.
+        self.by_port.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rerail_verbs::sim::{FabricOptions, NicOptions, RealTimeFabric};
+
+    use super::super::rig::wait_until;
+    use super::*;
+
+    /// What waits in a test for a try that hangs.
+    fn is_refused(tries: &Tries) -> bool {
+        tries.check("sim0").is_err()
+    }
+
+    #[test]
+    fn a_device_is_not_tried_while_the_last_try_hangs_and_is_once_that_has_ended() {
+        const HANG: Duration = Duration::from_secs(5);
+        let fabric = RealTimeFabric::start(FabricOptions::card(1)).expect("a thread");
+        let node = fabric.add_node("host");
+        let address = std::net::IpAddr::from([10, 0, 0, 1]);
+        let nic = fabric.add_nic(node, &NicOptions::ethernet("sim0", address));
+        let devices = fabric.devices_of(fabric.add_process(node));
+        let device = devices.find("sim0").expect("added");
+        let all = AllTries::default();
+        let tries = all.of("sim0", 1);
+        // One that is used hangs in a verb.
+        let used = device
+            .open_shown(|control| tries.begin(control))
+            .expect("open");
+        tries.is_used(used.control());
+        fabric.hang_control(nic, HANG);
+        let context = used.clone();
+        used.control()
+            .execute(move || drop(context.device_attr()))
+            .expect("room");
+        wait_until("it hangs", || used.control().is_overdue(HUNG_AFTER));
+        assert!(!is_refused(&tries), "one try after it is right");
+        let late = device.clone();
+        let shown = Arc::clone(&tries);
+        let opening = std::thread::spawn(move || {
+            let opened = late.open_shown(|control| shown.begin(control));
+            opened.map(drop)
+        });
+        wait_until("it hangs, too", || is_refused(&tries));
+        // Whatever the engine knows of it: it is not forgotten while it hangs.
+        all.retain(|_| false);
+        assert!(Arc::ptr_eq(&tries, &all.of("sim0", 1)));
+        assert!(
+            is_refused(&tries),
+            "two hang, though the device may be another"
+        );
+        opening.join().expect("no panic").expect("it opens at last");
+        wait_until("nothing hangs", || !is_refused(&tries));
+        assert!(all.check_strangers("sim0").is_ok());
+    }
+}
