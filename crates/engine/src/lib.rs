@@ -12,6 +12,7 @@ mod memory;
 mod nics;
 mod peers;
 mod publication;
+mod room;
 mod segment;
 mod service;
 #[cfg(test)]

@@ -13,14 +13,19 @@ use rerail_transport::machine::rail::RailState;
 use rerail_transport::rdma::{Clock, NicListener, Nics, RailChange, RdmaEvents, RdmaTransport};
 use rerail_verbs::Gid;
 
+use crate::directory::Directory;
 use crate::memory::Registry;
 use crate::peers::PeerView;
 use crate::publication::Publication;
+use crate::room;
 use crate::topology::Places;
 
 /// Enters into the own record what is true of the own NICs.
 pub(crate) struct Recorder {
     pub(crate) publication: Publication,
+    pub(crate) directory: Directory,
+    /// The own segment.
+    pub(crate) name: String,
     pub(crate) registry: Arc<RwLock<Registry>>,
     pub(crate) places: Arc<ArcSwap<Places>>,
     pub(crate) topology: TopologyOptions,
@@ -49,6 +54,11 @@ impl NicListener for Recorder {
     fn adding(&self, local: LocalNic, name: &str) {
         let name = name.to_owned();
         self.publication.edit(Edit::Nic { local, name });
+    }
+
+    fn check_room(&self, name: &str) -> Result<(), String> {
+        let room = room::check(&self.directory, &self.publication, &self.name, Some(name));
+        room.map_err(|error| error.to_string())
     }
 
     fn added(&self, nics: &Nics) {

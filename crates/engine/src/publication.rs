@@ -95,6 +95,14 @@ impl Publication {
         descriptor
     }
 
+    /// The same at the largest that it becomes with the memory that is registered now; with
+    /// `more`, also with a NIC of that name.
+    pub(crate) fn largest(&self, more: Option<&str>) -> SegmentDescriptor {
+        let mut descriptor = self.publisher().largest(more);
+        descriptor.timestamp = timestamp(std::time::SystemTime::now());
+        descriptor
+    }
+
     /// Changes the record. Returns the generation that has the change.
     pub(crate) fn edit(&self, edit: Edit) -> u64 {
         let now = self.shared.clock.now();

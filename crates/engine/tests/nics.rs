@@ -5,8 +5,9 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Pair, Rig, Running, address, generation, published};
+use common::{Pair, Rig, Running, address, generation, published, until};
 use rerail_engine::{Engine, Event, MemoryOptions};
+use rerail_metadata::descriptor::JsonForm;
 use rerail_verbs::{AsyncEventKind, Gid, HostMemory};
 
 #[test]
@@ -309,4 +310,49 @@ fn memory_under_a_device_that_hangs_is_named_by_unregister_and_no_other_is_held_
         pair.own.unregister(held.addr()).is_ok()
     });
     register(&held);
+}
+
+#[test]
+fn a_nic_for_which_the_record_has_no_room_is_left_out_until_less_memory_is_registered() {
+    const SPARE: usize = 100;
+    let mut rig = Rig::new(13, 1).meeting_in("no room for a nic");
+    let own = rig.start(0, "own", &[]);
+    let memory: Vec<_> = (0..40)
+        .map(|_| HostMemory::allocate(4096).expect("memory"))
+        .collect();
+    let options = MemoryOptions::default();
+    own.engine
+        .register_batch(&memory, options)
+        .expect("registered");
+    let record = own.engine.descriptor().to_json(JsonForm::Line).len();
+    rig.store().faults().limit_values(Some(record + SPARE));
+    let stored = |is: u64| {
+        own.log
+            .count(|event| matches!(event, Event::Published { generation } if *generation == is))
+    };
+    let left_out = |event: &Event| {
+        matches!(event, Event::NicLeftOut { nic, cause }
+            if nic == "sim1" && cause.contains(&format!("the limit is {}", record + SPARE)))
+    };
+    rig.add_nic(0);
+    until("it is left out", || own.log.count(left_out) > 0);
+    // What changes meanwhile is stored.
+    let before = generation(&own.engine);
+    rig.fabric.port_down(rig.port(0, 0));
+    until("it is withdrawn", || generation(&own.engine) > before);
+    until("that is stored", || stored(generation(&own.engine)) > 0);
+    rig.fabric.port_up(rig.port(0, 0));
+    assert_eq!(names(&own.engine), ["sim0"]);
+    for memory in &memory[..30] {
+        own.engine
+            .unregister(memory.addr())
+            .expect("nothing uses it");
+    }
+    until("it is taken in", || names(&own.engine) == ["sim0", "sim1"]);
+    until("both are up", || published(&own.engine) == ["sim0", "sim1"]);
+    until("that is stored", || stored(generation(&own.engine)) > 0);
+    for buffer in &own.engine.descriptor().buffers {
+        assert!(buffer.rkey.iter().all(|key| *key != 0), "{buffer:?}");
+    }
+    assert_eq!(own.log.count(left_out), 1, "told once");
 }

@@ -4,7 +4,6 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use rerail_metadata::descriptor::JsonForm;
 use rerail_transport::machine::ids::RegionId;
 use rerail_transport::machine::publisher::{Edit, KeyPair};
 use rerail_transport::rdma::memory::Holders;
@@ -13,7 +12,7 @@ use rerail_verbs::{AccessFlags, HostMemory};
 
 use super::{Engine, Inner};
 use crate::memory::{Admission, MemoryOptions, Region, Removal};
-use crate::{EngineError, Result, topology};
+use crate::{EngineError, Result, room, topology};
 
 /// How long a registration waits until peers can read of it in the store. It is published later in
 /// any case.
@@ -57,7 +56,10 @@ impl Engine {
             }
             Ok(())
         });
-        let outcome = outcome.and_then(|()| inner.check_record_size());
+        let outcome = outcome.and_then(|()| {
+            let (directory, publication) = (&inner.directory, &inner.publication);
+            room::check(directory, publication, &inner.name, None)
+        });
         if let Err(error) = outcome {
             for region in regions {
                 inner.unpublish(&region);
@@ -225,21 +227,6 @@ impl Inner {
 
     fn next_region(&self) -> RegionId {
         RegionId(self.next_region.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// Refuses what would make the record larger than the store takes: published anyway, it would
-    /// be tried again for ever, and peers would not see later changes either.
-    fn check_record_size(&self) -> Result<()> {
-        let Some((store, keys)) = self.directory.store() else {
-            return Ok(());
-        };
-        if store.capabilities().value_bytes_max.is_none() {
-            return Ok(());
-        }
-        // With the longer of the two forms' endings.
-        let record = self.publication.descriptor().to_json(JsonForm::Line);
-        store.check_size(&keys.segment(&self.name), record.len())?;
-        Ok(())
     }
 
     /// Gives the store time to take the latest registrations in.

@@ -119,6 +119,8 @@ impl Engine {
             peers.set_rails(rdma);
             let recorder = Arc::new(Recorder {
                 publication: publication.clone(),
+                directory: directory.clone(),
+                name: name.clone(),
                 registry: Arc::clone(&registry),
                 places: Arc::clone(&places),
                 topology: config.topology.clone(),

@@ -61,6 +61,11 @@ impl MemoryFaults {
         self.lock().faults.conflicts_left = count;
     }
 
+    /// The store takes values of so many bytes at most, and says so; `None` is any.
+    pub fn limit_values(&self, bytes_max: Option<usize>) {
+        self.lock().faults.value_bytes_max = bytes_max;
+    }
+
     /// The lease ends now, with its records.
     pub fn lose_lease(&self, lease: &LeaseId) {
         self.lock().end_lease(lease);

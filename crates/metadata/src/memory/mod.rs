@@ -129,8 +129,12 @@ impl MetadataStore for MemoryStore {
             list: true,
             leases: true,
             watch: WatchKind::Events,
-            value_bytes_max: None,
+            value_bytes_max: self.lock().faults.value_bytes_max,
         }
+    }
+
+    fn check_size(&self, key: &str, value_bytes: usize) -> Result<()> {
+        self.lock().check_size(&self.describe(), key, value_bytes)
     }
 
     async fn get(&self, key: &str) -> Result<Record> {

@@ -51,6 +51,7 @@ pub(super) struct Faults {
     pub(super) watches_lost: bool,
     pub(super) partitioned: HashSet<String>,
     pub(super) conflicts_left: u32,
+    pub(super) value_bytes_max: Option<usize>,
 }
 
 impl State {
@@ -118,6 +119,19 @@ impl State {
         })
     }
 
+    pub(super) fn check_size(&self, store: &str, key: &str, size: usize) -> Result<()> {
+        match self.faults.value_bytes_max {
+            Some(limit) if size > limit => Err(MetadataError::TooLarge {
+                store: store.to_owned(),
+                key: key.to_owned(),
+                size,
+                limit,
+                hint: "raise the limit or register fewer buffers",
+            }),
+            _ => Ok(()),
+        }
+    }
+
     pub(super) fn put(
         &mut self,
         store: &str,
@@ -125,6 +139,7 @@ impl State {
         value: Bytes,
         lease: Option<&LeaseId>,
     ) -> Result<Version> {
+        self.check_size(store, key, value.len())?;
         if let Some(lease) = lease.filter(|lease| !self.leases.contains_key(*lease)) {
             return Err(lease_lost(store, lease));
         }

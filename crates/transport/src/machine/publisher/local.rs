@@ -132,6 +132,9 @@ impl Nic {
     }
 }
 
+/// GIDs of a NIC that [`LocalRecord::render_largest`] leaves room for at least.
+const GIDS_MIN: usize = 8;
+
 /// The own record. See the module.
 #[derive(Clone, Debug)]
 pub struct LocalRecord {
@@ -304,6 +307,41 @@ impl LocalRecord {
         member.features.clone_from(&self.features);
         member.devices = nics().map(rerail_device).collect();
         descriptor.rerail = Some(member);
+        descriptor
+    }
+
+    /// The descriptor at the largest that it becomes with the memory that is registered now,
+    /// whatever becomes of its NICs: keys, addresses and NICs that are up are told without anybody
+    /// being asked whether there is room. With `more`, also a NIC of that name behind the others.
+    pub fn render_largest(&self, instance: InstanceId, more: Option<&str>) -> SegmentDescriptor {
+        let mut largest = self.clone();
+        if let Some(name) = more {
+            largest.nics.push(Nic::unknown(name.to_owned()));
+            for (_, pairs) in largest.buffers.values_mut() {
+                pairs.push(KeyPair::default());
+            }
+            // In one of the two lists of each location.
+            for nics in largest.matrix.values_mut() {
+                nics.available.push(name.to_owned());
+            }
+        }
+        let mut descriptor = largest.render(instance, u64::MAX);
+        descriptor.priority_matrix = largest.matrix;
+        let longest = Gid([0xff; 16]);
+        for device in &mut descriptor.devices {
+            (device.gid, device.lid) = (longest, u16::MAX);
+        }
+        for buffer in &mut descriptor.buffers {
+            buffer.rkey.fill(u32::MAX);
+            buffer.lkey.fill(u32::MAX);
+        }
+        let member = descriptor.rerail.iter_mut();
+        for device in member.flat_map(|member| &mut member.devices) {
+            device.state = DeviceState::Recovering;
+            (device.mtu, device.speed_mbps) = (u32::MAX, u32::MAX.into());
+            let gids = device.gids.len().max(GIDS_MIN);
+            device.gids = vec![longest; gids];
+        }
         descriptor
     }
 

@@ -216,6 +216,11 @@ impl Publisher {
         &self.rendered
     }
 
+    /// The same at the [largest](LocalRecord::render_largest) that it becomes.
+    pub fn largest(&self, more: Option<&str>) -> SegmentDescriptor {
+        self.record.render_largest(self.instance, more)
+    }
+
     /// Subscribers that are being told.
     pub fn subscribers(&self) -> usize {
         self.subscribers.len()

@@ -1,0 +1,34 @@
+//! Whether the own record fits its store.
+//!
+//! A record that does not would be tried again for ever, and peers would see no later change
+//! either. So whatever makes it grow on purpose, memory and NICs, is refused before that.
+
+use rerail_metadata::descriptor::JsonForm;
+
+use crate::Result;
+use crate::directory::Directory;
+use crate::publication::Publication;
+
+/// Whether the record of the segment `name` fits, whatever becomes of its NICs; with `more`, also
+/// with a NIC of that name.
+///
+/// # Errors
+///
+/// The store's own, with both sizes and what can be done.
+pub(crate) fn check(
+    directory: &Directory,
+    publication: &Publication,
+    name: &str,
+    more: Option<&str>,
+) -> Result<()> {
+    let Some((store, keys)) = directory.store() else {
+        return Ok(());
+    };
+    if store.capabilities().value_bytes_max.is_none() {
+        return Ok(());
+    }
+    // With the longer of the two forms' endings.
+    let record = publication.largest(more).to_json(JsonForm::Line);
+    store.check_size(&keys.segment(name), record.len())?;
+    Ok(())
+}
