@@ -61,13 +61,13 @@ pub enum MetadataError {
     },
     /// The value is over what the store takes. Found before anything is sent where the limit is
     /// known.
-    #[error("{store}: the value of {key} has {size} bytes, the limit is {limit}; {hint}")]
+    #[error("{store}: the value of {key} {}; {hint}", too_large(*.size, *.limit))]
     TooLarge {
         /// The store, without secrets.
         store: String,
         /// The key.
         key: String,
-        /// Bytes of the value.
+        /// Bytes of the value; 0 where they are not known.
         size: usize,
         /// The store's limit in bytes; 0 where it did not say.
         limit: usize,
@@ -123,6 +123,16 @@ pub enum MetadataError {
     Document(#[from] DocumentError),
 }
 
+/// How a value is over a limit, of which stores do not tell everything.
+fn too_large(size: usize, limit: usize) -> String {
+    match (size, limit) {
+        (0, 0) => "is over the limit, which the store does not tell".to_owned(),
+        (0, limit) => format!("is over the limit of {limit} bytes"),
+        (size, 0) => format!("has {size} bytes, over the limit, which the store does not tell"),
+        (size, limit) => format!("has {size} bytes, the limit is {limit}"),
+    }
+}
+
 impl MetadataError {
     /// True if the same operation may succeed later without anyone's doing.
     pub fn is_retryable(&self) -> bool {
@@ -137,5 +147,30 @@ impl MetadataError {
     /// True if a condition on the record's state did not hold.
     pub fn is_conflict(&self) -> bool {
         matches!(self, Self::Conflict { .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_that_is_not_known_is_not_said_to_be_nothing() {
+        let text = |size, limit| {
+            let error = MetadataError::TooLarge {
+                store: "http://h".into(),
+                key: "k".into(),
+                size,
+                limit,
+                hint: "register fewer buffers",
+            };
+            error.to_string()
+        };
+        assert!(text(5, 4).contains("has 5 bytes, the limit is 4; register"));
+        for (size, limit) in [(0, 0), (5, 0), (0, 4)] {
+            let text = text(size, limit);
+            let zero = text.contains("is 0") || text.contains(" 0 bytes");
+            assert!(text.contains("over the limit") && !zero, "{text}");
+        }
     }
 }

@@ -1,8 +1,9 @@
 //! Records on disk, in redb. One thread writes; what is queued together is committed together.
 
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt as _;
 use std::panic::AssertUnwindSafe;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -152,16 +153,23 @@ impl Disk {
         let read = std::panic::catch_unwind(AssertUnwindSafe(|| {
             let mut builder = Database::builder();
             builder.set_cache_size(CACHE_BYTES);
-            let file = dir.join(FILE);
+            let path = dir.join(FILE);
+            check_not_empty(&path)?;
             let database = match expected {
-                Expected::Anything => builder.create(file),
-                Expected::AtLeast(_) => builder.open(file),
+                Expected::Anything => builder.create(&path),
+                Expected::AtLeast(_) => builder.open(&path),
             };
             let database = database.map_err(|error| format!("cannot open {FILE}: {error}"))?;
             let (records, revision) = load(&database, expected, table, now)?;
-            Ok((database, records, revision))
+            let identity = identity(&path)?;
+            let file = DataFile {
+                database,
+                path,
+                identity,
+            };
+            Ok((file, records, revision))
         }));
-        let (database, records, revision) = read
+        let (file, records, revision) = read
             .unwrap_or_else(|_| Err(format!("cannot read {FILE}: it is damaged")))
             .map_err(cannot)?;
 
@@ -177,7 +185,7 @@ impl Disk {
             .spawn(move || {
                 // However it ends, also by a panic over a damaged file.
                 let _ended = Ended(&flag);
-                write_loop(&database, entries, &shown, &acknowledged);
+                write_loop(&file, entries, &shown, &acknowledged);
             })
             .map_err(|error| cannot(error.to_string()))?;
         Ok(Self {
@@ -291,8 +299,54 @@ impl Drop for Ended<'_> {
     }
 }
 
+/// The file, open.
+struct DataFile {
+    database: Database,
+    path: PathBuf,
+    /// Device and inode.
+    identity: (u64, u64),
+}
+
+impl DataFile {
+    /// Whether what was written can be found again: a file that was deleted or replaced under the
+    /// server takes writes like any other.
+    fn check_in_place(&self) -> Result<(), String> {
+        if identity(&self.path)? == self.identity {
+            return Ok(());
+        }
+        Err(format!(
+            "{FILE} was replaced by another file while the server ran: put the right one back, or \
+             start the server again to take this one"
+        ))
+    }
+}
+
+fn identity(path: &Path) -> Result<(u64, u64), String> {
+    let found = std::fs::metadata(path);
+    let found = found.map_err(|error| {
+        format!(
+            "{FILE} is not where it was opened ({error}): put it back, or start the server again \
+             to begin without records"
+        )
+    })?;
+    Ok((found.dev(), found.ino()))
+}
+
+/// Refuses a file that is there and empty. This server's own is so for the moment in which it is
+/// made; any other was cut off by a fault of the disk, or by somebody, and had records.
+fn check_not_empty(path: &Path) -> Result<(), String> {
+    match std::fs::metadata(path) {
+        Ok(found) if found.len() == 0 => Err(format!(
+            "{FILE} is empty: its records are lost, or the server was killed when it made it; put \
+             a copy of it back, or remove it to begin without records"
+        )),
+        // What else is wrong with it shows when it is opened.
+        _ => Ok(()),
+    }
+}
+
 fn write_loop(
-    database: &Database,
+    file: &DataFile,
     mut entries: mpsc::UnboundedReceiver<Entry>,
     visible: &Visible,
     acknowledged: &AtomicU64,
@@ -303,7 +357,7 @@ fn write_loop(
             let Ok(next) = entries.try_recv() else { break };
             group.push(next);
         }
-        if let Err(error) = commit(database, &group) {
+        if let Err(error) = commit(file, &group) {
             // What is in memory is ahead of the disk now, so that going on would acknowledge
             // changes on top of one that is lost.
             tracing::error!(
@@ -324,12 +378,12 @@ fn write_loop(
     }
 }
 
-fn commit(database: &Database, group: &[Entry]) -> Result<(), Box<dyn std::error::Error>> {
+fn commit(file: &DataFile, group: &[Entry]) -> Result<(), Box<dyn std::error::Error>> {
     if group.iter().all(|entry| entry.changes.is_empty()) {
         return Ok(());
     }
     // The default durability: the file is synced before the commit returns.
-    let write = database.begin_write()?;
+    let write = file.database.begin_write()?;
     {
         let mut records = write.open_table(RECORDS)?;
         let mut leases = write.open_table(LEASES)?;
@@ -355,6 +409,8 @@ fn commit(database: &Database, group: &[Entry]) -> Result<(), Box<dyn std::error
         }
     }
     write.commit()?;
+    // Afterwards: nothing is acknowledged that went into a file which is not there any more.
+    file.check_in_place()?;
     Ok(())
 }
 

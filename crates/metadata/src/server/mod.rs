@@ -130,7 +130,10 @@ impl Default for ServerLimits {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ServerOptions {
-    /// Where records are kept over restarts; `None` keeps them in memory only.
+    /// Where records are kept over restarts; `None` keeps them in memory only. It is made if it is
+    /// not there, and its file, too; a file that is there and empty has lost its records, and is
+    /// refused. One that is deleted or replaced while the server runs is noticed by the next change,
+    /// which is refused, as all are until it is back.
     pub data_dir: Option<PathBuf>,
     /// What clients must send as `Authorization: Bearer …`. C++ engines cannot.
     pub token: Option<Secret>,

@@ -236,6 +236,57 @@ async fn each_reason_why_the_disk_stays_unusable_is_told_once() {
     put(&server.shared, "k", "2").await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_data_file_that_goes_under_the_server_is_noticed_by_the_next_change() {
+    for replaced in [false, true] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let server = on_disk(dir.path());
+        let shared = &*server.shared;
+        put(shared, "k", "1").await;
+        let file = dir.path().join("metadata.redb");
+        let aside = dir.path().join("aside");
+        std::fs::rename(&file, &aside).expect("renamed");
+        if replaced {
+            std::fs::copy(&aside, &file).expect("copied");
+        }
+        let value = Bytes::from_static(b"2");
+        let change = |table: &mut Table, _| table.put("k", value, Condition::None, None);
+        let changed = shared.change(None, CHANGE_BYTES, change).await;
+        changed.expect_err("nobody would find it again");
+        assert_eq!(read(shared, "k").expect("served"), "1");
+        // One that has what was acknowledged is as good.
+        if !replaced {
+            tokio::time::sleep(3 * MEND_INTERVAL).await;
+            assert!(shared.disk_has_failed() && !file.exists());
+            std::fs::rename(&aside, &file).expect("renamed");
+        }
+        tokio::time::sleep(3 * MEND_INTERVAL).await;
+        put(shared, "k", "3").await;
+    }
+}
+
+#[test]
+fn a_data_file_that_is_empty_is_refused_and_left_as_it_is() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("metadata.redb");
+    std::fs::write(&file, "").expect("written");
+    let options = || ServerOptions {
+        data_dir: Some(dir.path().to_owned()),
+        ..ServerOptions::default()
+    };
+    let error = MetadataServer::open(options()).expect_err("its records are lost");
+    let error = error.to_string();
+    assert!(
+        error.contains("metadata.redb is empty") && error.contains("remove it"),
+        "{error}"
+    );
+    assert_eq!(std::fs::metadata(&file).expect("there").len(), 0);
+    std::fs::remove_file(&file).expect("removed");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let _entered = runtime.enter();
+    MetadataServer::open(options()).expect("begins without records");
+}
+
 fn table(limits: ServerLimits) -> Table {
     Table::new(limits, 100)
 }
