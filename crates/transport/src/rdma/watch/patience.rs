@@ -103,7 +103,7 @@ mod tests {
         assert!(news);
         let mut tries = 0;
         while now < Time::ZERO + Duration::from_secs(24 * 3600) {
-            now = now + Duration::from_secs(1);
+            now += Duration::from_secs(1);
             if patience.is_over(now, || FULL) {
                 let (next, news) = Patience::after(Some(&patience), now, &no_room(12), FULL);
                 assert!(!news);
