@@ -72,7 +72,8 @@ fn open(fabric: &Fabric, host: u8, count: u8, config: &RdmaConfig) -> Vec<(NicId
         );
         let id = fabric.add_nic(node, &NicOptions::ethernet(&name, address));
         let (device, local) = (fabric.device_of(process, id), LocalNic(index.into()));
-        let nic = Nic::open(local, &device, 1, &name, config, PortWish::Usable);
+        let (place, usable) = (local.into(), PortWish::Usable);
+        let nic = Nic::open(place, &device, 1, &name, config, usable, &Arc::default());
         (id, Arc::new(nic.expect("it is usable")))
     };
     (0..count).map(open).collect()
