@@ -227,8 +227,8 @@ impl Finder {
     }
 }
 
-/// A port of a device that is to be taken in. Its device is not tried by others before this is gone,
-/// however it ends.
+/// A port of a device that is to be taken in. Its device is not tried by others before this is
+/// gone, however it ends.
 pub(in crate::rdma) struct Attempt {
     finder: Arc<Finder>,
     device: Device,
@@ -236,8 +236,8 @@ pub(in crate::rdma) struct Attempt {
 }
 
 impl Attempt {
-    /// Takes it in, and tells of it by `taken`, in the order of the NICs' numbers. Blocks as long as
-    /// opening a device and registering all memory takes, and may hang.
+    /// Takes it in, and tells of it by `taken`, in the order of the NICs' numbers. Blocks as long
+    /// as opening a device and registering all memory takes, and may hang.
     pub(in crate::rdma) fn run(self, taken: impl FnOnce(Arc<Nic>)) {
         self.finder.attempt(&self.device, self.port, taken);
     }
