@@ -212,6 +212,9 @@ impl Failure {
     /// Leaves out of the storm what this kind of failure does not need, and says what is left.
     pub(super) fn shorten(&self) {
         let most = variable("RERAIL_SIM_RUNS").unwrap_or(RUNS_MAX);
+        if most == 0 {
+            return;
+        }
         let mut budget = Budget(most);
         let mut least: Option<Box<Self>> = None;
         let mut fails = |cut: &Cut| {
@@ -232,7 +235,10 @@ impl Failure {
         });
         shorter(span, &mut budget, |span| fails(&Cut::of(&faults, span)));
         let Some(least) = least else {
-            eprintln!("seed {}: nothing can be left out", self.seed);
+            eprintln!(
+                "seed {}: in {most} runs nothing could be left out",
+                self.seed
+            );
             return;
         };
         let (left, made) = (least.faults.len(), self.faults.len());
