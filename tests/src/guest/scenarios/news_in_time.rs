@@ -25,25 +25,29 @@ const ROUNDS: usize = 30;
 const WITHIN: Duration = Duration::from_secs(20);
 /// Bit of an interface's flags.
 const IFF_UP: u32 = 1;
-/// What the medians may be at most on processors that are emulated and shared. The targets for a
-/// machine of one's own are 1, 50 and 100 ms.
-const GATE_MAX_MS: f64 = 100.0;
+/// What the medians may be at most on processors that are emulated and shared, the first from the
+/// event on: the kernel tells of it tens of milliseconds after the interface was taken down. The
+/// targets for a machine of one's own are 1, 50 and 100 ms.
+const GATE_MAX_MS: f64 = 10.0;
 const TOLD_MAX_MS: f64 = 1_000.0;
 
 fn body() -> Result<()> {
     let traffic = Traffic::start(&Plan::both_rails(240))?;
     let (device, log) = (A0.device(), &traffic.target_log);
-    let steps = ["gate closed", "endpoints cut", "record stored", "peer's cache"];
+    let steps = ["event read", "gate closed", "endpoints cut", "record stored", "peer's cache"];
     let mut times = vec![Vec::new(); steps.len()];
     for _ in 0..ROUNDS {
         settle(&traffic)?;
         let mark = log.mark()?;
         let failed = now_ms();
         set_down(A0)?;
-        let gate = log.wait(steps[0], WITHIN, mark, |event| {
+        let seen = log.wait(steps[0], WITHIN, mark, |event| {
+            is_of(event, "seen", &device) && event["kind"] == "PORT_ERR"
+        })?;
+        let gate = log.wait(steps[1], WITHIN, mark, |event| {
             is_of(event, "gate_closed", &device)
         })?;
-        let cut = log.wait(steps[1], WITHIN, mark, |event| {
+        let cut = log.wait(steps[2], WITHIN, mark, |event| {
             is_of(event, "endpoints_cut", &device)
         })?;
         // The first record without the port.
@@ -53,9 +57,9 @@ fn body() -> Result<()> {
         let has = |event: &Value, kind: &str| {
             event["event"] == kind && event["generation"].as_u64() >= edited["generation"].as_u64()
         };
-        let stored = log.wait(steps[2], WITHIN, mark, |event| has(event, "published"))?;
-        let known = log.wait(steps[3], WITHIN, mark, |event| has(event, "peer_told"))?;
-        for (event, times) in [gate, cut, stored, known].iter().zip(&mut times) {
+        let stored = log.wait(steps[3], WITHIN, mark, |event| has(event, "published"))?;
+        let known = log.wait(steps[4], WITHIN, mark, |event| has(event, "peer_told"))?;
+        for (event, times) in [seen, gate, cut, stored, known].iter().zip(&mut times) {
             times.push(time_ms(event)? - failed);
         }
         let mark = log.mark()?;
@@ -65,7 +69,7 @@ fn body() -> Result<()> {
         })?;
     }
     traffic.stop_initiator()?;
-    println!("from the event, {ROUNDS} rounds:       p50        p99");
+    println!("from the fault, {ROUNDS} rounds:       p50        p99");
     let mut medians = Vec::new();
     for (what, times) in steps.iter().zip(&mut times) {
         times.sort_by(f64::total_cmp);
@@ -73,8 +77,9 @@ fn body() -> Result<()> {
         println!("{what:24} {:9.3} ms {:9.3} ms", at(50), at(99));
         medians.push(at(50));
     }
-    ensure!(medians[0] < GATE_MAX_MS, "the gate closes after {} ms", medians[0]);
-    ensure!(medians[3] < TOLD_MAX_MS, "the peer knows after {} ms", medians[3]);
+    let gate = medians[1] - medians[0];
+    ensure!(gate < GATE_MAX_MS, "the gate closes {gate} ms after the event");
+    ensure!(medians[4] < TOLD_MAX_MS, "the peer knows after {} ms", medians[4]);
     Ok(())
 }
 
