@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::link::{Message, Outgoing, lock};
 use super::node::{Known, REGION, life_of, matrix, name, number, subscriber};
 use super::store::member;
+use super::visitors::is_visitor;
 use super::world::{Coming, Exchange, Host, WIRE, World};
 use crate::TransferError;
 use crate::machine::ids::{LocalNic, PeerId};
@@ -276,6 +277,8 @@ impl World {
         };
         let own = node.life;
         match outgoing {
+            // The exchange is given up.
+            Outgoing::Ask(server, ..) if is_visitor(&server) => {}
             Outgoing::Ask(server, offer, answer) => {
                 let (from, to) = (own, number(&server));
                 self.order += 1;

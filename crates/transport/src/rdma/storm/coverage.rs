@@ -40,6 +40,7 @@ const EXPECTED: &[(&str, &[&str])] = &[
             "broken queue pair",
             "event without a cause",
             "cancelled",
+            "visitor",
             "registered anew",
             "NIC comes",
             "NIC goes",

@@ -33,6 +33,7 @@ mod plan;
 mod shorten;
 mod store;
 mod turns;
+mod visitors;
 mod work;
 mod world;
 

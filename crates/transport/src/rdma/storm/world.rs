@@ -34,6 +34,8 @@ const TICK: Duration = Duration::from_millis(10);
 const CHECKED_EACH: Duration = Duration::from_millis(20);
 /// Memory is looked at each time that so many checks have been made.
 const MEMORY_EACH: u64 = 5;
+/// One in so many seeds has visitors that die.
+const VISITED_EACH: u64 = 4;
 /// The time that a transfer between healthy nodes has.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(4);
 /// Within this time every transfer has ended, whatever had happened to it.
@@ -162,6 +164,10 @@ impl World {
         super::coverage::keep_notes();
         let mut world = Self::new(seed);
         world.run(SETUP);
+        // Healing takes longer with them.
+        if seed.is_multiple_of(VISITED_EACH) {
+            world.have_visitors();
+        }
         world.faults_on = true;
         let until = world.now + cut.span;
         for number in 0.. {
