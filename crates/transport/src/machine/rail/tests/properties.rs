@@ -73,6 +73,28 @@ fn happen(rig: &mut Rig, happening: Happening) {
     }
 }
 
+/// A rail that nothing would ever try again, whatever time passes.
+fn forgotten(rails: &Rails) -> Option<RailId> {
+    let is_forgotten = |(id, rail): (&RailId, &Rail)| {
+        let has_timer = rail
+            .timer
+            .is_some_and(|timer| rails.timers.contains(&(timer, *id)));
+        let mut running = rails.running.iter();
+        let is_expected = match (rail.state, rail.proof) {
+            (RailState::Down, _) => has_timer || !rails.gates_open(*id),
+            (RailState::HalfOpen, Proof::None) => !rail.wanted,
+            // Its turn comes with the end of another's.
+            (RailState::HalfOpen, Proof::Waiting) => {
+                running.any(|((local, _), count)| *local == id.local && *count > 0)
+            }
+            (RailState::HalfOpen, _) => has_timer,
+            (RailState::Up | RailState::Suspect, _) => true,
+        };
+        (!is_expected).then_some(*id)
+    };
+    rails.rails.iter().find_map(is_forgotten)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
@@ -107,6 +129,7 @@ proptest! {
             }
             prop_assert!(rig.rails.timers.len() <= rig.rails.rails.len());
             prop_assert!(rig.rails.waiting.len() <= rig.rails.rails.len());
+            prop_assert_eq!(forgotten(&rig.rails), None, "a rail has neither a timer nor a turn");
         }
         rig.broken.clear();
         rig.silent = false;
