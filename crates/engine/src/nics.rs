@@ -10,7 +10,9 @@ use rerail_transport::machine::observer::PortFacts;
 use rerail_transport::machine::peers::Trouble;
 use rerail_transport::machine::publisher::Edit;
 use rerail_transport::machine::rail::RailState;
-use rerail_transport::rdma::{Clock, NicListener, Nics, RailChange, RdmaEvents, RdmaTransport};
+use rerail_transport::rdma::{
+    Clock, FenceChange, FenceStep, NicListener, Nics, RailChange, RdmaEvents, RdmaTransport,
+};
 use rerail_verbs::Gid;
 
 use crate::directory::Directory;
@@ -96,6 +98,23 @@ impl RdmaEvents for RailListener {
 
     fn refresh_peer(&self, segment: &str) {
         self.peers.trouble(segment, Trouble::Connection);
+    }
+
+    fn fence(&self, change: &FenceChange) {
+        let (local, peer) = (change.local.clone(), change.peer.clone());
+        let event = match &change.step {
+            FenceStep::Started { cause } => {
+                let cause = cause.to_string();
+                Event::FenceStarted { local, peer, cause }
+            }
+            &FenceStep::Rerouted { bytes } => Event::Rerouted { local, peer, bytes },
+            &FenceStep::Ended { complete } => Event::FenceEnded {
+                local,
+                peer,
+                complete,
+            },
+        };
+        self.events.tell(self.clock.now(), &event);
     }
 
     fn rail_state(&self, change: &RailChange) {

@@ -114,6 +114,33 @@ pub enum Event {
         /// What took it down first since it last worked for a while.
         first_cause: Option<String>,
     },
+    /// An endpoint is being fenced: its work is stopped at both ends.
+    FenceStarted {
+        /// Own NIC.
+        local: String,
+        /// The peer's NIC path.
+        peer: String,
+        /// Why it is closed.
+        cause: String,
+    },
+    /// What an endpoint had not done goes over other rails.
+    Rerouted {
+        /// Own NIC.
+        local: String,
+        /// The peer's NIC path.
+        peer: String,
+        /// How much, in bytes.
+        bytes: u64,
+    },
+    /// The fence of an endpoint is complete, or given up.
+    FenceEnded {
+        /// Own NIC.
+        local: String,
+        /// The peer's NIC path.
+        peer: String,
+        /// False if its queue pairs could not be stopped.
+        complete: bool,
+    },
     /// A context is dead and let go of.
     ContextReleased {
         /// The NIC.

@@ -16,7 +16,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use super::clock::Clock;
 use super::config::RdmaConfig;
 use super::endpoint::{CLOSED, CloseCause, Endpoint, Input, Offer, Parties, is_same};
-use super::inbox::{EndpointKey, Inbox, Order};
+use super::inbox::{EndpointKey, Inbox, Leftover, Order};
 use super::keeper::{Binding, RailKeeper};
 use super::nic::Nic;
 use super::nics::{Nics, Seat};
@@ -25,7 +25,6 @@ use super::outside::{Outside, Tasks};
 use super::paths::{Paths, Row, Way};
 use super::rail::Rail;
 use super::signaling::Signaling;
-use super::transfer::Transfer;
 use crate::machine::ids::LocalNic;
 use crate::machine::rail::ProbeKind;
 
@@ -382,10 +381,10 @@ impl Connector {
     }
 
     /// A data thread's report that an endpoint is drained.
-    pub(super) fn drained(&self, endpoint: EndpointKey, held: Vec<Arc<Transfer>>) {
-        if let Some(Mail::Drained(held)) = self.send(endpoint, Mail::Drained(held)) {
+    pub(super) fn drained(&self, endpoint: EndpointKey, leftover: Leftover) {
+        if let Some(Mail::Drained(leftover)) = self.send(endpoint, Mail::Drained(leftover)) {
             // The endpoint is fenced and gone.
-            held.iter().for_each(|transfer| transfer.release());
+            leftover.held.iter().for_each(|held| held.release());
         }
     }
 

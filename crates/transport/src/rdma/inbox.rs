@@ -113,6 +113,16 @@ pub struct Probe {
     pub length: u32,
 }
 
+/// What an endpoint had not done when it was drained.
+#[derive(Debug, Default)]
+pub struct Leftover {
+    /// Transfers whose abandoned writes may still be on the wire. Each is held once, and is to be
+    /// released when the endpoint is fenced at both ends.
+    pub held: Vec<Arc<Transfer>>,
+    /// Bytes that go over other rails instead: of slices whose transfers have not failed.
+    pub rerouted_bytes: u64,
+}
+
 /// What a data thread wants of the control side.
 #[derive(Debug)]
 pub enum Report {
@@ -145,9 +155,8 @@ pub enum Report {
     Drained {
         /// The endpoint.
         endpoint: EndpointKey,
-        /// Transfers whose abandoned writes may still be on the wire. Each is held once, and is
-        /// to be released when the endpoint is fenced at both ends.
-        held: Vec<Arc<Transfer>>,
+        /// What it had not done.
+        leftover: Leftover,
     },
     /// A transfer that has slices to claim and no rail here.
     Stranded(Arc<Transfer>),

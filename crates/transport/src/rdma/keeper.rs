@@ -22,7 +22,7 @@ use tokio::sync::Notify;
 
 use super::clock::Clock;
 use super::endpoint::{CloseCause, is_same};
-use super::events::RailChange;
+use super::events::{FenceChange, RailChange};
 use super::nic::{Nic, PortFacts};
 use super::nics::Nics;
 use super::rail::{Peer, PeerNic, Rail};
@@ -71,6 +71,8 @@ pub(super) enum Command {
     Usable(PeerId),
     /// A rail has another state.
     Changed(RailChange),
+    /// An endpoint is being given up.
+    Fence(FenceChange),
     /// A local NIC is to be read again.
     RecheckLocal(LocalNic),
     /// The record of this segment is to be read again.
@@ -171,6 +173,12 @@ impl RailKeeper {
         }
         book.apply(self.clock.now(), Input::LocalGate { local, gate });
         drop(book);
+        self.touched.notify_one();
+    }
+
+    /// What becomes of an endpoint is told in turn with what it does to rails.
+    pub(super) fn tell_fence(&self, change: FenceChange) {
+        self.book().commands.push_back(Command::Fence(change));
         self.touched.notify_one();
     }
 

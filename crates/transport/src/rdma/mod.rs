@@ -67,7 +67,7 @@ pub use clock::Clock;
 pub use config::RdmaConfig;
 pub use connector::Identity;
 pub use endpoint::Offer;
-pub use events::{RailChange, RdmaEvents};
+pub use events::{FenceChange, FenceStep, RailChange, RdmaEvents};
 pub use memory::RegisteredMemory;
 pub use near::NicSet;
 pub use nics::Nics;

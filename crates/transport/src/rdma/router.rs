@@ -315,7 +315,7 @@ impl Router {
             } => self.keeper.probe_done(rail, probe, status),
             Report::Progress { rail, bytes, took } => self.keeper.progress(rail, bytes, took),
             Report::Broken { endpoint, cause } => self.connector.broken(endpoint, cause),
-            Report::Drained { endpoint, held } => self.connector.drained(endpoint, held),
+            Report::Drained { endpoint, leftover } => self.connector.drained(endpoint, leftover),
             Report::Stranded(transfer) => self.route(transfer),
         }
     }
@@ -340,6 +340,11 @@ impl Router {
             Command::Changed(change) => {
                 if let Some(events) = self.events.get() {
                     events.rail_state(&change);
+                }
+            }
+            Command::Fence(change) => {
+                if let Some(events) = self.events.get() {
+                    events.fence(&change);
                 }
             }
             Command::RecheckLocal(local) => {

@@ -14,7 +14,8 @@ use tokio::sync::{mpsc, oneshot};
 use super::super::endpoint::{
     Action, CLOSED, CloseCause, Endpoint, Input, LocalEnds, Offer, PeerEnds, Token, is_same,
 };
-use super::super::inbox::{EndpointKey, Inbox, Order, Pairs};
+use super::super::events::{FenceChange, FenceStep};
+use super::super::inbox::{EndpointKey, Inbox, Leftover, Order, Pairs};
 use super::super::keeper::{Binding, RailKeeper};
 use super::super::nic::Nic;
 use super::super::opening::Opening;
@@ -66,8 +67,8 @@ pub(super) enum Mail {
     Turn(Turn),
     /// That probe came back, with success or not.
     Probed(WcStatus),
-    /// The data thread has nothing of it any more, but holds these transfers for the fence.
-    Drained(Vec<Arc<Transfer>>),
+    /// The data thread has nothing of it any more; what was left is held for the fence.
+    Drained(Leftover),
 }
 
 pub(super) struct EndpointTask {
@@ -178,7 +179,7 @@ impl EndpointTask {
         mail.close();
         while let Ok(late) = mail.try_recv() {
             match late {
-                Mail::Drained(held) => self.held.extend(held),
+                Mail::Drained(leftover) => self.held.extend(leftover.held),
                 Mail::Request(offer, answer) => self.connector.deliver(offer, answer),
                 Mail::Bind(rail, binding) => self.connector.want(&rail, binding),
                 Mail::Release {
@@ -250,9 +251,17 @@ impl EndpointTask {
                     self.machine.handle(now, Input::Close(cause));
                 }
             }
-            Mail::Drained(held) if self.idle.was_only_lent() => self.held.extend(held),
-            Mail::Drained(held) => {
+            Mail::Drained(leftover) if self.idle.was_only_lent() => {
+                self.held.extend(leftover.held);
+            }
+            Mail::Drained(Leftover {
+                held,
+                rerouted_bytes: bytes,
+            }) => {
                 self.held.extend(held);
+                if bytes > 0 {
+                    self.tell_fence(FenceStep::Rerouted { bytes });
+                }
                 self.has_drained();
                 self.machine.handle(now, Input::Drained);
             }
@@ -345,6 +354,7 @@ impl EndpointTask {
                 }
             }
             Action::Fenced => {
+                self.tell_fence(FenceStep::Ended { complete: true });
                 for transfer in self.held.drain(..) {
                     transfer.release();
                 }
@@ -355,6 +365,7 @@ impl EndpointTask {
                     "queue pairs could not be stopped: their transfers' memory is not safe"
                 );
                 self.connector.count_unfenced();
+                self.tell_fence(FenceStep::Ended { complete: false });
                 if self.attached {
                     self.order(Order::Unfence(self.key, cause)).await;
                 }
@@ -375,6 +386,17 @@ impl EndpointTask {
     fn has_drained(&self) {
         if let Some(proof) = &self.proof {
             proof.drained();
+        }
+    }
+
+    /// Tells how far the fence is. One whose queue pairs were never to be connected needs none.
+    fn tell_fence(&self, step: FenceStep) {
+        if self.proof.is_some() {
+            self.keeper().tell_fence(FenceChange {
+                local: self.nic.name().to_owned(),
+                peer: self.peer_path.clone(),
+                step,
+            });
         }
     }
 
@@ -680,6 +702,8 @@ impl EndpointTask {
             return;
         }
         self.connector.retire(&self.nic, &self.peer_path, self.key);
+        let cause_told = cause.clone();
+        self.tell_fence(FenceStep::Started { cause: cause_told });
         self.learn(cause);
         // The peer is about to connect us, which is as good; or another GID may do.
         let again = !self.attached

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use rerail_verbs::RdmaOpcode;
 
 use super::super::endpoint::CloseCause;
-use super::super::inbox::{EndpointKey, Report};
+use super::super::inbox::{EndpointKey, Leftover, Report};
 use super::super::link::Cargo;
 use super::super::transfer::Transfer;
 use super::Driver;
@@ -81,8 +81,9 @@ impl Driver {
 
     pub(super) fn await_drain(&mut self, endpoint: EndpointKey) {
         let Some(key) = self.link_keys.get(&endpoint).copied() else {
-            let held = Vec::new();
-            self.unsent.push_back(Report::Drained { endpoint, held });
+            let leftover = Leftover::default();
+            self.unsent
+                .push_back(Report::Drained { endpoint, leftover });
             return;
         };
         self.detach(key);
@@ -158,13 +159,16 @@ impl Driver {
         };
         self.link_keys.remove(&link.endpoint);
         link.abandon_doubtful();
-        let mut held: Vec<Arc<Transfer>> = Vec::new();
+        let mut leftover = Leftover::default();
         let mut stranded: Option<Arc<Transfer>> = None;
         for (transfer, slice) in link.abandoned {
             if transfer.spec().opcode == RdmaOpcode::Write {
                 // Before the slice is given back: its transfer cannot be finished until then.
                 transfer.hold();
-                held.push(Arc::clone(&transfer));
+                leftover.held.push(Arc::clone(&transfer));
+            }
+            if transfer.error().is_none() {
+                leftover.rerouted_bytes += u64::from(slice.length);
             }
             transfer.give_back(slice);
             let repeated = stranded
@@ -178,7 +182,7 @@ impl Driver {
         }
         self.unsent.push_back(Report::Drained {
             endpoint: link.endpoint,
-            held,
+            leftover,
         });
     }
 }
@@ -189,8 +193,8 @@ pub(super) fn end(report: Report) {
         Report::Stranded(transfer) => {
             transfer.fail(TransferError::Closed);
         }
-        Report::Drained { held, .. } => {
-            for transfer in held {
+        Report::Drained { leftover, .. } => {
+            for transfer in leftover.held {
                 transfer.release();
             }
         }

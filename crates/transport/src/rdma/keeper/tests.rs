@@ -6,7 +6,7 @@ use std::time::Instant;
 use rerail_verbs::RdmaOpcode;
 use rerail_verbs::sim::{LinkOptions, WorkVerdict};
 
-use super::super::events::RdmaEvents;
+use super::super::events::{FenceStep, RdmaEvents};
 use super::super::inbox::Work;
 use super::super::rig::{KIB, LIMIT, Move, peer_of, registered, rig, wait_until};
 use super::*;
@@ -244,11 +244,15 @@ fn a_forgotten_peer_that_is_used_again_begins_anew() {
 }
 
 #[derive(Default)]
-struct Log(Mutex<Vec<RailChange>>);
+struct Log(Mutex<Vec<RailChange>>, Mutex<Vec<FenceChange>>);
 
 impl RdmaEvents for Log {
     fn rail_state(&self, change: &RailChange) {
         self.0.lock().expect("whole").push(change.clone());
+    }
+
+    fn fence(&self, change: &FenceChange) {
+        self.1.lock().expect("whole").push(change.clone());
     }
 }
 
@@ -277,6 +281,51 @@ fn changes_of_rails_are_told_with_names_and_causes() {
     wait_until("it is told that the rail went down", || {
         seen(RailState::Down, RailCause::LocalPort)
     });
+}
+
+#[test]
+fn a_fence_is_told_from_its_begin_to_its_end_with_what_goes_over_other_rails() {
+    let rig = rig(41, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let log = Arc::new(Log::default());
+    a.set_events(log.clone());
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let write = Move::all(&a, &peer, &source, &target);
+    write.run().expect("moved");
+    assert!(
+        log.1.lock().expect("whole").is_empty(),
+        "nothing was given up"
+    );
+    // The next WRITE fails, and is all that its endpoint has not done.
+    let (nic, mut left) = (rig.hosts[0].1[0], 1);
+    let failing = rig.fabric.on_work(move |work| {
+        if left > 0 && work.nic == nic && work.opcode == RdmaOpcode::Write {
+            left -= 1;
+            return WorkVerdict::Fail(WcStatus::RetryExcErr, 0);
+        }
+        WorkVerdict::Pass
+    });
+    write.run().expect("moved over the next connection");
+    drop(failing);
+    let status = WcStatus::RetryExcErr;
+    let bytes = 64 * KIB;
+    let cause = CloseCause::Failed { status, bytes };
+    let steps = [
+        FenceStep::Started { cause },
+        FenceStep::Rerouted { bytes },
+        FenceStep::Ended { complete: true },
+    ];
+    let told = || {
+        let told = log.1.lock().expect("whole").clone();
+        let own = |change: &FenceChange| (&*change.local, &*change.peer) == ("sim0", "host1@sim0");
+        assert!(told.iter().all(own), "{told:?}");
+        told.into_iter()
+            .map(|change| change.step)
+            .collect::<Vec<_>>()
+    };
+    wait_until("its end is told", || told().len() == 3);
+    assert_eq!(told(), steps);
 }
 
 #[test]
