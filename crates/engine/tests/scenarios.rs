@@ -45,6 +45,12 @@ fn the_same_address_at_another_index_is_used_there_and_not_published() {
         pair.is_up(0) && pair.bytes(0) > used
     });
     assert_eq!(generation(&pair.own), before, "nothing is published");
+    let begun =
+        |event: &Event| matches!(event, Event::FenceStarted { local, .. } if local == "sim0");
+    let ended = |event: &Event| matches!(event, Event::FenceEnded { complete: true, .. });
+    until("what was cut is fenced, and told", || {
+        pair.own_log.count(ended) > 0 && pair.own_log.count(begun) == pair.own_log.count(ended)
+    });
 }
 
 #[test]
