@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use redb::{Database, ReadableTable, TableDefinition};
+use redb::{Builder, Database, ReadableTable, TableDefinition};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use super::table::{Change, Records, Stored, Table};
@@ -25,6 +27,10 @@ const FORMAT: &str = "format";
 const FORMAT_VERSION: u64 = 1;
 /// Name of the file in the data directory.
 const FILE: &str = "metadata.redb";
+/// Its name while it is being made.
+const FILE_BEING_MADE: &str = "metadata.redb.new";
+/// What to do about a file that cannot be used.
+const MEND_BY_HAND: &str = "put a copy of it back, or remove it to begin without records";
 /// Most requests that one commit covers.
 const GROUP_MAX: usize = 512;
 /// What a short change counts as.
@@ -155,22 +161,29 @@ impl Disk {
             builder.set_cache_size(CACHE_BYTES);
             let path = dir.join(FILE);
             check_not_empty(&path)?;
-            let database = match expected {
-                Expected::Anything => builder.create(&path),
-                Expected::AtLeast(_) => builder.open(&path),
+            let made = match expected {
+                Expected::Anything => make(&builder, dir)?,
+                Expected::AtLeast(_) => None,
             };
-            let database = database.map_err(|error| format!("cannot open {FILE}: {error}"))?;
+            let database = match made {
+                Some(database) => Ok(database),
+                None => builder.open(&path),
+            };
+            let database = database.map_err(|error| {
+                format!("cannot open {FILE}: {error}; if it is damaged, {MEND_BY_HAND}")
+            })?;
             let (records, revision) = load(&database, expected, table, now)?;
-            let identity = identity(&path)?;
+            let (identity, length) = look_at(&path)?;
             let file = DataFile {
                 database,
                 path,
                 identity,
+                length,
             };
             Ok((file, records, revision))
         }));
-        let (file, records, revision) = read
-            .unwrap_or_else(|_| Err(format!("cannot read {FILE}: it is damaged")))
+        let (mut file, records, revision) = read
+            .unwrap_or_else(|_| Err(format!("cannot read {FILE}: it is damaged; {MEND_BY_HAND}")))
             .map_err(cannot)?;
 
         let (queue, entries) = mpsc::unbounded_channel();
@@ -185,7 +198,7 @@ impl Disk {
             .spawn(move || {
                 // However it ends, also by a panic over a damaged file.
                 let _ended = Ended(&flag);
-                write_loop(&file, entries, &shown, &acknowledged);
+                write_loop(&mut file, entries, &shown, &acknowledged);
             })
             .map_err(|error| cannot(error.to_string()))?;
         Ok(Self {
@@ -218,6 +231,37 @@ impl Disk {
         }
         Written(done)
     }
+}
+
+/// Makes a file without records, unless there is one. It gets its name once it is whole: a server
+/// that is killed meanwhile leaves nothing that the next one could not open.
+fn make(builder: &Builder, dir: &Path) -> Result<Option<Database>, String> {
+    let text = |error: &dyn std::fmt::Display| format!("cannot make {FILE}: {error}");
+    let path = dir.join(FILE);
+    let is_there = || path.try_exists().map_err(|error| text(&error));
+    if is_there()? {
+        return Ok(None);
+    }
+    let being_made = dir.join(FILE_BEING_MADE);
+    let mut options = std::fs::OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false);
+    let file = options.open(&being_made).map_err(|error| text(&error))?;
+    // Also redb's lock, which it keeps for as long as the database is open.
+    flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|error| match error {
+        Errno::WOULDBLOCK => text(&"another server is at it"),
+        error => text(&error),
+    })?;
+    // Whoever had the lock before may have given it the name.
+    if is_there()? {
+        return Ok(None);
+    }
+    file.set_len(0).map_err(|error| text(&error))?;
+    let database = builder.create_file(file).map_err(|error| text(&error))?;
+    let named = std::fs::rename(&being_made, &path);
+    // So that the name outlasts a loss of power, as what is written does.
+    let named = named.and_then(|()| std::fs::File::open(dir)?.sync_all());
+    named.map_err(|error| text(&error))?;
+    Ok(Some(database))
 }
 
 /// Fills `table`, and returns the records and the last revision that the file has.
@@ -305,13 +349,17 @@ struct DataFile {
     path: PathBuf,
     /// Device and inode.
     identity: (u64, u64),
+    /// Bytes. Only a commit changes it.
+    length: u64,
 }
 
 impl DataFile {
     /// Whether what was written can be found again: a file that was deleted or replaced under the
     /// server takes writes like any other.
-    fn check_in_place(&self) -> Result<(), String> {
-        if identity(&self.path)? == self.identity {
+    fn check_in_place(&mut self) -> Result<(), String> {
+        let (identity, length) = look_at(&self.path)?;
+        if identity == self.identity {
+            self.length = length;
             return Ok(());
         }
         Err(format!(
@@ -319,9 +367,23 @@ impl DataFile {
              start the server again to take this one"
         ))
     }
+
+    /// Whether it has all that was written to it: the rest of one that was cut off takes writes
+    /// like any other, and cannot be read again.
+    fn check_whole(&self) -> Result<(), String> {
+        let (identity, length) = look_at(&self.path)?;
+        if identity != self.identity || length >= self.length {
+            return Ok(());
+        }
+        Err(format!(
+            "{FILE} had {} bytes, and was cut off at {length} while the server ran; {MEND_BY_HAND}",
+            self.length
+        ))
+    }
 }
 
-fn identity(path: &Path) -> Result<(u64, u64), String> {
+/// Device and inode of the file, and its length in bytes.
+fn look_at(path: &Path) -> Result<((u64, u64), u64), String> {
     let found = std::fs::metadata(path);
     let found = found.map_err(|error| {
         format!(
@@ -329,16 +391,15 @@ fn identity(path: &Path) -> Result<(u64, u64), String> {
              to begin without records"
         )
     })?;
-    Ok((found.dev(), found.ino()))
+    Ok(((found.dev(), found.ino()), found.len()))
 }
 
-/// Refuses a file that is there and empty. This server's own is so for the moment in which it is
-/// made; any other was cut off by a fault of the disk, or by somebody, and had records.
+/// Refuses a file that is there and empty: it was cut off by a fault of the disk, or by somebody,
+/// and had records. This server's own is never so, since it is made under another name.
 fn check_not_empty(path: &Path) -> Result<(), String> {
     match std::fs::metadata(path) {
         Ok(found) if found.len() == 0 => Err(format!(
-            "{FILE} is empty: its records are lost, or the server was killed when it made it; put \
-             a copy of it back, or remove it to begin without records"
+            "{FILE} is empty: its records are lost; {MEND_BY_HAND}"
         )),
         // What else is wrong with it shows when it is opened.
         _ => Ok(()),
@@ -346,7 +407,7 @@ fn check_not_empty(path: &Path) -> Result<(), String> {
 }
 
 fn write_loop(
-    file: &DataFile,
+    file: &mut DataFile,
     mut entries: mpsc::UnboundedReceiver<Entry>,
     visible: &Visible,
     acknowledged: &AtomicU64,
@@ -378,10 +439,11 @@ fn write_loop(
     }
 }
 
-fn commit(file: &DataFile, group: &[Entry]) -> Result<(), Box<dyn std::error::Error>> {
+fn commit(file: &mut DataFile, group: &[Entry]) -> Result<(), Box<dyn std::error::Error>> {
     if group.iter().all(|entry| entry.changes.is_empty()) {
         return Ok(());
     }
+    file.check_whole()?;
     // The default durability: the file is synced before the commit returns.
     let write = file.database.begin_write()?;
     {

@@ -132,8 +132,8 @@ impl Default for ServerLimits {
 pub struct ServerOptions {
     /// Where records are kept over restarts; `None` keeps them in memory only. It is made if it is
     /// not there, and its file, too; a file that is there and empty has lost its records, and is
-    /// refused. One that is deleted or replaced while the server runs is noticed by the next
-    /// change: that is refused, as all are until the file is back.
+    /// refused. One that is deleted, replaced or cut off while the server runs is noticed by the
+    /// next change: that is refused, as all are until the file is back.
     pub data_dir: Option<PathBuf>,
     /// What clients must send as `Authorization: Bearer …`. C++ engines cannot.
     pub token: Option<Secret>,

@@ -287,6 +287,65 @@ fn a_data_file_that_is_empty_is_refused_and_left_as_it_is() {
     MetadataServer::open(options()).expect("begins without records");
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_data_file_that_is_cut_off_under_the_server_is_noticed_by_the_next_change() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = on_disk(dir.path());
+    let shared = &*server.shared;
+    put(shared, "k", "1").await;
+    let file = dir.path().join("metadata.redb");
+    let whole = std::fs::metadata(&file).expect("there").len();
+    for length in [whole - 1, 0] {
+        let copy = std::fs::read(&file).expect("read");
+        let cut = std::fs::File::options().write(true).open(&file);
+        cut.expect("there").set_len(length).expect("cut off");
+        let value = Bytes::from_static(b"2");
+        let change = |table: &mut Table, _| table.put("k", value, Condition::None, None);
+        let changed = shared.change(None, CHANGE_BYTES, change).await;
+        changed.expect_err("nobody could read it again");
+        assert_eq!(read(shared, "k").expect("served"), "1");
+        std::fs::write(&file, copy).expect("put back");
+        tokio::time::sleep(3 * MEND_INTERVAL).await;
+        put(shared, "k", "1").await;
+    }
+}
+
+#[test]
+fn a_server_that_was_killed_while_it_made_its_file_leaves_nothing_that_hinders_the_next() {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let _entered = runtime.enter();
+    for half_made in ["", "not whole yet"] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let being_made = dir.path().join("metadata.redb.new");
+        std::fs::write(&being_made, half_made).expect("written");
+        let server = on_disk(dir.path());
+        assert!(dir.path().join("metadata.redb").exists() && !being_made.exists());
+        // A second one has no part in it.
+        let options = ServerOptions {
+            data_dir: Some(dir.path().to_owned()),
+            ..ServerOptions::default()
+        };
+        MetadataServer::open(options).expect_err("it is in use");
+        drop(server);
+        on_disk(dir.path());
+    }
+}
+
+#[test]
+fn a_data_file_is_made_by_one_server_at_a_time() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let other = std::fs::File::create(dir.path().join("metadata.redb.new")).expect("made");
+    let lock = rustix::fs::FlockOperation::LockExclusive;
+    rustix::fs::flock(&other, lock).expect("locked");
+    let options = ServerOptions {
+        data_dir: Some(dir.path().to_owned()),
+        ..ServerOptions::default()
+    };
+    let error = MetadataServer::open(options).expect_err("another is at it");
+    assert!(error.to_string().contains("another server"), "{error}");
+    assert!(!dir.path().join("metadata.redb").exists());
+}
+
 fn table(limits: ServerLimits) -> Table {
     Table::new(limits, 100)
 }
