@@ -643,4 +643,41 @@ mod tests {
         let names: Vec<_> = devices.iter().map(|holder| holder.nic.as_str()).collect();
         assert_eq!(names, ["sim0", "late0", "late0"]);
     }
+
+    #[test]
+    fn a_region_of_an_opening_that_is_over_is_not_entered_however_late_it_comes() {
+        let rig = rig(8, 1);
+        let transport = rig.transport(0, "a1");
+        let memory = registered(&transport, 4096);
+        let nic = Arc::clone(&transport.nics()[0]);
+        let register = |opening: &Opening| {
+            let asked = memory.inner.ask(0, &nic, opening).expect("room");
+            asked.wait().expect("registered");
+        };
+        let lkey = || memory.pieces().next().expect("one").keys.get(0);
+        let keys = || (memory.keys()[0].rkeys[0], lkey());
+        let first = nic.open_device().expect("open");
+        let before = keys();
+        assert!(before.0 != 0 && before.1.is_some());
+        assert!(memory.inner.is_with(nic.place(), first.number()));
+        assert!(!memory.inner.is_with(nic.place(), first.number() + 2));
+        memory.inner.release(nic.place(), first.number());
+        assert_eq!(keys(), before, "it is the present one's");
+        nic.release();
+        memory.inner.release(nic.place(), nic.openings());
+        assert_eq!(keys(), (0, None));
+        register(&first);
+        assert_eq!(keys(), (0, None), "its device is dead");
+        // Two that come to the same device, the earlier one later.
+        let reopen = || nic.reopen(transport.config()).expect("open");
+        let (second, third) = (reopen(), reopen());
+        register(&third);
+        let of_third = keys();
+        assert!(of_third.0 != 0 && of_third.1.is_some());
+        register(&second);
+        assert_eq!(keys(), of_third);
+        let waited = memory.holders().wait_gone(Duration::from_millis(50));
+        let held = waited.expect_err("it is registered");
+        assert!(held.contains(&"sim0".to_owned()), "{held:?}");
+    }
 }

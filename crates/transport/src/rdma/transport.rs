@@ -134,7 +134,15 @@ impl RdmaTransport {
         listener: Arc<dyn NicListener>,
         events: Events,
     ) -> Result<(), TransportError> {
-        let watch = Watch::start(Parts {
+        let watch = Watch::start(self.parts(listener, events))?;
+        // A second thread would be stopped here.
+        let _ = self.watch.set(watch);
+        Ok(())
+    }
+
+    /// What the observers' thread works on.
+    pub(super) fn parts(&self, listener: Arc<dyn NicListener>, events: Events) -> Parts {
+        Parts {
             nics: self.nics.clone(),
             wanted: self.wanted.clone(),
             threads: Arc::clone(&self.threads),
@@ -147,10 +155,7 @@ impl RdmaTransport {
             runtime: self.runtime.clone(),
             listener,
             events,
-        })?;
-        // A second thread would be stopped here.
-        let _ = self.watch.set(watch);
-        Ok(())
+        }
     }
 
     /// Has a NIC's port read, or all: something suggests that it differs from what is known.

@@ -219,4 +219,97 @@ mod tests {
         wait_until("nothing hangs", || !is_refused(&tries));
         assert!(all.check_strangers("sim0").is_ok());
     }
+
+    /// Openings of one device, for tests in which it hangs when they want.
+    struct Openings {
+        _fabric: RealTimeFabric,
+        device: rerail_verbs::Device,
+        contexts: Vec<rerail_verbs::Context>,
+        /// What each that hangs waits for.
+        answers: Vec<std::sync::mpsc::Sender<()>>,
+    }
+
+    impl Openings {
+        fn new() -> Self {
+            let fabric = RealTimeFabric::start(FabricOptions::card(2)).expect("a thread");
+            let node = fabric.add_node("host");
+            let address = std::net::IpAddr::from([10, 0, 0, 1]);
+            fabric.add_nic(node, &NicOptions::ethernet("sim0", address));
+            let devices = fabric.devices_of(fabric.add_process(node));
+            Self {
+                _fabric: fabric,
+                device: devices.find("sim0").expect("added").clone(),
+                contexts: Vec::new(),
+                answers: Vec::new(),
+            }
+        }
+
+        /// One that was only tried, and hangs.
+        fn hang(&mut self, tries: &Tries) -> ControlThread {
+            let opened = self.device.open_shown(|control| tries.begin(control));
+            let context = opened.expect("open");
+            let (answer, waits) = std::sync::mpsc::channel();
+            let control = context.control().clone();
+            control
+                .execute(move || {
+                    let _ = waits.recv();
+                })
+                .expect("room for it");
+            self.contexts.push(context);
+            self.answers.push(answer);
+            control
+        }
+    }
+
+    #[test]
+    fn devices_that_were_never_taken_in_and_hang_are_bounded_together() {
+        let mut openings = Openings::new();
+        let all = AllTries::default();
+        let hang = |openings: &mut Openings, nth: usize| {
+            let name = format!("sim{nth}");
+            let tries = all.of(&name, 1);
+            openings.hang(&tries);
+            (name, tries)
+        };
+        let but_one = (1..HUNG_STRANGERS_MAX).map(|nth| hang(&mut openings, nth));
+        for (name, tries) in but_one.collect::<Vec<_>>() {
+            wait_until("it hangs", || tries.check(&name).is_err());
+        }
+        assert!(all.check_strangers("new").is_ok());
+        hang(&mut openings, 0);
+        wait_until("all hang", || all.check_strangers("new").is_err());
+        let error = all.check_strangers("new").expect_err("enough threads hang");
+        assert!(error.to_string().contains("16 other devices"), "{error}");
+        openings.answers.pop();
+        wait_until("one has answered", || all.check_strangers("new").is_ok());
+    }
+
+    #[test]
+    fn a_device_that_comes_in_place_of_one_that_hangs_is_tried_and_no_third() {
+        let mut openings = Openings::new();
+        let tries = Tries::default();
+        openings.hang(&tries);
+        wait_until("it hangs", || is_refused(&tries));
+        tries.device_went();
+        assert!(!is_refused(&tries), "the next is another device");
+        let second = openings.hang(&tries);
+        tries.is_used(&second);
+        wait_until("two hang", || is_refused(&tries));
+        let error = tries.check("sim0").expect_err("two hang");
+        assert!(error.to_string().contains("2 threads hang"), "{error}");
+        openings.answers.pop();
+        wait_until("one hangs", || !is_refused(&tries));
+    }
+
+    #[test]
+    fn tries_are_forgotten_with_their_device_unless_a_nic_has_them() {
+        let all = AllTries::default();
+        let of_nic = all.of("sim0", 1);
+        drop(all.of("sim1", 1));
+        all.retain(|_| true);
+        assert_eq!(all.lock().len(), 2);
+        all.retain(|_| false);
+        assert!(Arc::ptr_eq(&of_nic, &all.of("sim0", 1)));
+        assert_eq!(all.lock().len(), 1);
+    }
 }

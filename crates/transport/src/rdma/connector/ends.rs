@@ -166,3 +166,141 @@ impl Ends {
         self.beyond.retain(|(_, proof)| !proof.control.is_closed());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use rerail_verbs::Context;
+    use rerail_verbs::sim::{FabricOptions, NicOptions, RealTimeFabric};
+
+    use super::super::super::rig::wait_until;
+    use super::*;
+
+    const PATH: &str = "host1@sim0";
+
+    /// What would know of the queue pairs of a device.
+    fn device() -> (RealTimeFabric, Context) {
+        let fabric = RealTimeFabric::start(FabricOptions::card(1)).expect("a thread");
+        let node = fabric.add_node("host");
+        fabric.add_nic(
+            node,
+            &NicOptions::ethernet("sim0", IpAddr::from([10, 0, 0, 1])),
+        );
+        let devices = fabric.devices_of(fabric.add_process(node));
+        let context = devices.find("sim0").expect("added").open().expect("open");
+        (fabric, context)
+    }
+
+    fn proof(context: &Context) -> Proof {
+        Proof {
+            stopped: Arc::default(),
+            drained: Arc::default(),
+            opening: 0,
+            control: context.control().clone(),
+        }
+    }
+
+    /// An end between NIC 0 and [`PATH`] whose endpoint has ended without proof.
+    fn over(ends: &mut Ends, key: EndpointKey, psn: Option<u32>, proof: &Proof) {
+        ends.begin(key, (0, PATH), psn, proof.clone());
+        ends.forget(key);
+    }
+
+    #[test]
+    fn a_close_is_about_an_end_between_the_same_nics_unless_both_say_other_packet_numbers() {
+        let (_fabric, context) = device();
+        let proof = proof(&context);
+        for (known, same, other) in [
+            (Some(7), [Some(7), None], true),
+            (None, [Some(7), None], false),
+        ] {
+            let mut ends = Ends::default();
+            over(&mut ends, 1, known, &proof);
+            for psn in same {
+                assert!(ends.is_unproved((0, PATH), psn), "{known:?} {psn:?}");
+                assert!(!ends.is_unproved((1, PATH), psn), "another NIC");
+                assert!(
+                    !ends.is_unproved((0, "host1@sim1"), psn),
+                    "another of the peer's"
+                );
+            }
+            assert_eq!(ends.is_unproved((0, PATH), Some(8)), !other);
+        }
+    }
+
+    #[test]
+    fn an_end_is_forgotten_once_its_proof_is_given_whenever_that_is() {
+        let (_fabric, context) = device();
+        let mut ends = Ends::default();
+        let (early, late) = (proof(&context), proof(&context));
+        early.give();
+        over(&mut ends, 1, Some(1), &early);
+        over(&mut ends, 2, Some(2), &late);
+        assert!(!ends.is_unproved((0, PATH), Some(1)));
+        assert_eq!(ends.moves(2), Some(0));
+        assert_eq!(ends.over_of(|path| path == PATH), [2]);
+        late.give();
+        assert_eq!(ends.moves(2), None);
+        assert!(!ends.is_unproved((0, PATH), None));
+        assert!(ends.over.is_empty());
+    }
+
+    #[test]
+    fn what_is_posted_on_an_end_moves_until_it_has_drained() {
+        let (_fabric, context) = device();
+        let mut ends = Ends::default();
+        let proof = proof(&context);
+        ends.begin(1, (0, PATH), Some(1), proof.clone());
+        proof.give();
+        assert_eq!(
+            ends.moves(1),
+            Some(0),
+            "in ERR, and work of ours is not back"
+        );
+        proof.drained();
+        assert_eq!(ends.moves(1), None);
+        let drained_only = Proof {
+            stopped: Arc::default(),
+            ..proof
+        };
+        ends.begin(2, (0, PATH), Some(2), drained_only);
+        assert_eq!(ends.moves(2), Some(0), "the peer's may come still");
+    }
+
+    #[test]
+    fn a_device_that_is_closed_is_proof_for_all_of_its_ends() {
+        let (_fabric, context) = device();
+        let mut ends = Ends::default();
+        for key in 0..=OVER_MAX as EndpointKey {
+            over(&mut ends, key, Some(1), &proof(&context));
+        }
+        ends.begin(9_999, (0, PATH), Some(1), proof(&context));
+        assert!(ends.is_unproved((0, PATH), Some(1)));
+        let control = context.control().clone();
+        drop(context);
+        wait_until("the device is closed", || control.is_closed());
+        assert!(!ends.is_unproved((0, PATH), None));
+        assert_eq!(ends.moves(9_999), None);
+        assert!(ends.over.is_empty() && ends.beyond.is_empty());
+    }
+
+    #[test]
+    fn nobody_is_told_too_early_though_there_are_more_ends_than_are_remembered() {
+        let (_fabric, context) = device();
+        let mut ends = Ends::default();
+        let first = proof(&context);
+        for key in 0..2 * OVER_MAX as EndpointKey {
+            over(&mut ends, key, Some(1), &first);
+        }
+        assert_eq!((ends.over.len(), ends.beyond.len()), (OVER_MAX, 1));
+        // Whose end it is is not known any more: it may be anybody's on the NIC.
+        assert!(ends.is_unproved((0, "host2@sim0"), Some(77)));
+        assert!(!ends.is_unproved((1, "host2@sim0"), Some(77)));
+        first.give();
+        assert!(
+            ends.is_unproved((0, PATH), Some(1)),
+            "of the others nothing is known"
+        );
+    }
+}

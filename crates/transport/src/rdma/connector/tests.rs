@@ -210,27 +210,42 @@ fn who_means_an_earlier_process_takes_no_place() {
 #[test]
 fn x04_ends_of_a_process_that_died_unread_go_when_its_successor_speaks_on_any_nic() {
     let rig = rig(35, 2);
-    let b = rig.transport(1, "b1");
-    let accept = |offer: Offer| rig.runtime.block_on(b.connector().accept(offer));
-    let of = |instance: u8, nic: usize, server: &str, qp_num: u32| Offer {
-        instance: Some(format!("{instance:032x}")),
+    // Nobody acknowledges, and none is given up for that.
+    let mut config = super::super::RdmaConfig::default();
+    config.limits.connect = Duration::from_secs(3_600);
+    let b = rig.transport_with(1, "b1", config);
+    let accept = |offer: Offer| {
+        let answer = rig.runtime.block_on(b.connector().accept(offer));
+        answer.expect("accepted").psn
+    };
+    let of = |instance: &str, nic: usize, server: &str, qp_num: u32| Offer {
+        instance: Some(instance.to_owned()),
         ..request(
             &format!("{server}@sim{nic}"),
             &b.identity().path(&b.nics()[nic]),
             qp_num,
         )
     };
-    accept(of(5, 0, "host0", 100)).expect("it is alive");
-    accept(of(5, 0, "other", 200)).expect("another server");
-    assert_eq!(b.connector().endpoints(), 2);
-    // An earlier one that is late takes nothing away.
-    accept(of(4, 1, "host0", 300)).expect("nothing speaks against it");
-    std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(b.connector().endpoints(), 3);
-    accept(of(6, 1, "host0", 400)).expect("the successor");
+    let numbered = |instance: u8| format!("{instance:032x}");
+    let dead = || of(&numbered(5), 0, "host0", 100);
+    let other = || of(&numbered(5), 0, "other", 200);
+    let (of_dead, of_other) = (accept(dead()), accept(other()));
+    // An earlier one that is late takes nothing away: the same end answers once more.
+    accept(of(&numbered(4), 1, "host0", 300));
+    assert_eq!(accept(dead()), of_dead);
+    // Nor does one of which it is not known whether it is later.
+    let unordered = || of("b", 0, "plain", 500);
+    let of_unordered = accept(unordered());
+    accept(of("c", 1, "plain", 600));
+    assert_eq!(accept(unordered()), of_unordered);
+    assert_eq!(b.connector().endpoints(), 5);
+    let of_successor = accept(of(&numbered(6), 1, "host0", 400));
     wait_until("its predecessors' ends are gone", || {
-        b.connector().endpoints() == 2
+        b.connector().endpoints() == 4
     });
+    assert_eq!(accept(of(&numbered(6), 1, "host0", 400)), of_successor);
+    assert_eq!(accept(other()), of_other, "another server's");
+    assert_ne!(accept(dead()), of_dead);
 }
 
 #[test]

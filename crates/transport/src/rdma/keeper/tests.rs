@@ -386,4 +386,9 @@ fn a_peers_nic_that_gets_its_address_late_is_preferred_by_the_nic_in_its_subnet(
     let elsewhere = Gid::from_ip(std::net::IpAddr::from([10, 9, 9, 9]));
     a.peer_grown(&peer, &late(elsewhere), &[]);
     assert!(!rail.is_same_subnet());
+    // On InfiniBand it may be the LID alone that moves.
+    let mut moved = late(elsewhere);
+    moved[1].lid = 7;
+    a.peer_grown(&peer, &moved, &[]);
+    assert_eq!(rail.peer_nic().lid, 7);
 }

@@ -262,3 +262,113 @@ fn a_device_that_comes_back_without_room_for_all_memory_is_opened_once_there_is_
     drop(second);
     wait_until("it is open again", || nic.opening().is_some());
 }
+
+/// Has no room in the record from a call on.
+struct Room {
+    calls: AtomicUsize,
+    first_refused: usize,
+}
+
+impl NicListener for Room {
+    fn port(&self, _local: LocalNic, _facts: observer::PortFacts, _gids: Vec<Gid>) {}
+
+    fn rekeyed(&self, _local: LocalNic) {}
+
+    fn adding(&self, _local: LocalNic, name: &str) {
+        assert!(self.first_refused > 2, "{name} is entered");
+    }
+
+    fn check_room(&self, _name: &str) -> Result<(), String> {
+        if self.calls.fetch_add(1, Ordering::SeqCst) + 1 < self.first_refused {
+            return Ok(());
+        }
+        Err("no memory for it".to_owned())
+    }
+}
+
+#[test]
+fn a_device_is_tried_once_at_a_time_and_only_so_many_are() {
+    let rig = rig(20, 1);
+    let transport = rig.transport(0, "a1");
+    for nth in 0..10 {
+        device(&rig, &format!("new{nth}"), 20 + nth, 1_000);
+    }
+    let parts = |wanted: &[&str]| {
+        let mut parts = transport.parts(Arc::new(Published::default()), Events::default());
+        parts.wanted = wanted.iter().map(|name| (*name).to_owned()).collect();
+        parts
+    };
+    let finder = Arc::new(Finder::new(&parts(&[])));
+    let mut attempts = finder.look();
+    assert_eq!((attempts.len(), finder.look().len()), (8, 0));
+    drop(attempts.pop());
+    attempts.extend(finder.look());
+    assert_eq!((attempts.len(), finder.look().len()), (8, 0));
+    // Two ports of a device one after the other.
+    let finder = Arc::new(Finder::new(&parts(&["new0:1", "new0:2", "new1"])));
+    let ports = finder.look();
+    assert_eq!((ports.len(), finder.look().len()), (2, 0));
+    let nics = transport.nics();
+    for attempt in attempts {
+        attempt.run(|nic| assert!(!nic.is_gate_open(), "its port was not read yet"));
+    }
+    assert_eq!(nics.len(), 9);
+}
+
+#[test]
+fn a_device_that_was_left_out_waits_is_told_of_once_and_is_forgotten_when_it_goes() {
+    let rig = rig(21, 1);
+    let transport = rig.transport(0, "a1");
+    let _memory: Vec<_> = (0..5).map(|_| registered(&transport, KIB)).collect();
+    let small = device(&rig, "small1", 9, 2);
+    let left_out = Arc::new(LeftOut::default());
+    let events = Events::new(Arc::clone(&left_out) as Arc<dyn Subscriber>);
+    let parts = transport.parts(Arc::new(Published::default()), events);
+    let finder = Arc::new(Finder::new(&parts));
+    let taken = |_| panic!("it has no room");
+    let begin = std::time::Instant::now();
+    for attempt in finder.look() {
+        attempt.run(taken);
+    }
+    let again = finder.look();
+    assert!(again.is_empty() || begin.elapsed() >= Duration::from_secs(1));
+    drop(again);
+    let tried = std::cell::Cell::new(0);
+    wait_until("it is tried again", || {
+        for attempt in finder.look() {
+            attempt.run(taken);
+            tried.set(tried.get() + 1);
+        }
+        tried.get() > 0
+    });
+    assert_eq!(left_out.0.load(Ordering::SeqCst), 1, "told once");
+    // What comes in its place is another one, and needs not wait.
+    rig.fabric.unplug(small);
+    assert!(finder.look().is_empty());
+    device(&rig, "small1", 9, 1_000);
+    for attempt in finder.look() {
+        attempt.run(drop);
+    }
+    assert_eq!(transport.nics().len(), 2);
+}
+
+#[test]
+fn room_in_the_record_is_asked_for_before_a_device_is_opened_and_before_it_is_entered() {
+    for (first_refused, nics) in [(1, 1), (2, 1), (3, 2)] {
+        let rig = rig(22, 1);
+        let transport = rig.transport(0, "a1");
+        device(&rig, "new1", 9, 1_000);
+        let room = Arc::new(Room {
+            calls: AtomicUsize::new(0),
+            first_refused,
+        });
+        let listener = Arc::clone(&room) as Arc<dyn NicListener>;
+        let finder = Arc::new(Finder::new(&transport.parts(listener, Events::default())));
+        for attempt in finder.look() {
+            attempt.run(drop);
+        }
+        assert_eq!(transport.nics().len(), nics, "refused at {first_refused}");
+        let calls = room.calls.load(Ordering::SeqCst);
+        assert_eq!(calls, first_refused.min(2), "asked");
+    }
+}

@@ -1,7 +1,7 @@
 //! How the record is rendered.
 
 use super::*;
-use rerail_metadata::descriptor::DeviceState;
+use rerail_metadata::descriptor::{DeviceState, JsonForm};
 
 fn names(descriptor: &SegmentDescriptor) -> Vec<&str> {
     descriptor
@@ -173,4 +173,61 @@ fn a_nic_that_was_opened_again_gets_its_new_keys_and_no_other_does() {
     let descriptor = rendered(&record);
     assert_eq!(descriptor.buffers[0].rkey, [1, 9]);
     assert_eq!(descriptor.buffers[0].lkey, [1, 8]);
+}
+
+/// Lets so many NICs become what takes the most room, with new keys for all memory.
+fn enlarge(record: &mut LocalRecord, nics: u32, regions: u64) {
+    let longest = Gid([0xff; 16]);
+    for local in (0..nics).map(LocalNic) {
+        let mut facts = facts(true, "10.0.0.1");
+        (facts.lid, facts.speed_mbps) = (u16::MAX, u32::MAX);
+        facts.gid.as_mut().expect("one").gid = longest;
+        for up in [true, false, true] {
+            facts.up = up;
+            let (facts, gids) = (facts.clone(), vec![longest; 8]);
+            apply(record, Input::Edit(Edit::Port { local, facts, gids }));
+        }
+        let pair = KeyPair {
+            lkey: u32::MAX,
+            rkey: u32::MAX,
+        };
+        let keys = (0..regions).map(|region| (RegionId(region), pair));
+        let keys = keys.collect();
+        apply(record, Input::Edit(Edit::Rekey { local, keys }));
+    }
+}
+
+#[test]
+fn the_largest_record_is_as_large_as_it_becomes_by_itself_and_with_one_more_nic() {
+    const LATE: &str = "a_nic_that_comes_late_and_has_a_long_name";
+    const REGIONS: u64 = 4;
+    // Of a path MTU it says more digits than there are.
+    const SPARE: usize = 3 * 6;
+    let size = |descriptor: SegmentDescriptor| descriptor.to_json(JsonForm::Line).len();
+    let mut record = local_record(&["a", "b"], PublishOrder::Fixed);
+    for region in 0..REGIONS {
+        apply(&mut record, register(region, 2));
+    }
+    let largest = |record: &LocalRecord, more| size(record.render_largest(instance(1), more));
+    let (alone, with_late) = (largest(&record, None), largest(&record, Some(LATE)));
+    enlarge(&mut record, 2, REGIONS);
+    let becomes = size(record.render(instance(1), u64::MAX));
+    assert!(
+        (becomes..=becomes + SPARE).contains(&alone),
+        "{becomes} {alone}"
+    );
+    let (local, name) = (LocalNic(2), LATE.to_owned());
+    apply(&mut record, Input::Edit(Edit::Nic { local, name }));
+    let location = LocationNics {
+        preferred: vec!["a".to_owned()],
+        available: vec!["b".to_owned(), LATE.to_owned()],
+    };
+    let matrix = BTreeMap::from([("cpu:0".to_owned(), location)]);
+    apply(&mut record, Input::Edit(Edit::Matrix(matrix)));
+    enlarge(&mut record, 3, REGIONS);
+    let becomes = size(record.render(instance(1), u64::MAX));
+    assert!(
+        (becomes..=becomes + SPARE).contains(&with_late),
+        "{becomes} {with_late}"
+    );
 }

@@ -153,3 +153,21 @@ impl EndpointTask {
         drop(turn);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_drain_of_queue_pairs_that_were_only_lent_is_told_from_that_of_the_end() {
+        let mut idle = Idle {
+            given_back: 2,
+            ..Idle::default()
+        };
+        assert!(idle.was_only_lent());
+        // Its report may still be under way when the end begins to close.
+        idle = idle.end();
+        assert!(idle.was_only_lent());
+        assert!(!idle.was_only_lent(), "this one ends it");
+    }
+}

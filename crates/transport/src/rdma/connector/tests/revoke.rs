@@ -84,6 +84,8 @@ fn a_device_that_hangs_is_named_and_revoking_again_goes_on_waiting() {
     let text = error.to_string();
     assert!(text.contains("host0") && text.contains("sim0"), "{text}");
     assert!(error.is_retryable());
+    let again = revoke(Duration::ZERO);
+    assert!(begin.elapsed() >= HANGS || again.is_err(), "it is closing");
     // Its endpoint is given up meanwhile, which proves nothing.
     wait_until("it has ended", || b.connector().endpoints() == 0);
     if begin.elapsed() < HANGS {
