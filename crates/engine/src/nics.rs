@@ -1,5 +1,6 @@
 //! From NICs and rails to the own record and the log of events.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use arc_swap::ArcSwap;
@@ -31,9 +32,28 @@ pub(crate) struct Recorder {
     pub(crate) registry: Arc<RwLock<Registry>>,
     pub(crate) places: Arc<ArcSwap<Places>>,
     pub(crate) topology: TopologyOptions,
+    /// Reading where NICs are asks every device of the machine, one of which may hang.
+    pub(crate) rereads: OneAtATime,
 }
 
 impl Recorder {
+    /// By one thread at a time, so that the latest are told last.
+    fn reread_places(&self, nics: &Nics) {
+        match Places::read(&self.topology, nics) {
+            Ok(places) => self.places.store(Arc::new(places)),
+            Err(error) => {
+                tracing::error!(%error, "peers are not told what the new NIC is near to");
+                return;
+            }
+        }
+        let places = self.places.load();
+        // Memory that is entered after this is asked about the new places then.
+        for region in self.registry().regions() {
+            region.set_near(&places);
+        }
+        self.publication.edit(Edit::Matrix(places.matrix()));
+    }
+
     fn registry(&self) -> RwLockReadGuard<'_, Registry> {
         // Registrations are entered whole, so a poisoned lock guards a whole registry.
         self.registry.read().unwrap_or_else(PoisonError::into_inner)
@@ -53,9 +73,10 @@ impl NicListener for Recorder {
         self.publication.edit(Edit::Rekey { local, keys });
     }
 
-    fn adding(&self, local: LocalNic, name: &str) {
-        let name = name.to_owned();
-        self.publication.edit(Edit::Nic { local, name });
+    fn adding(&self, local: LocalNic, name: &str) -> Result<(), String> {
+        let fits = |largest: &dyn Fn() -> _| room::fits(&self.directory, largest, &self.name);
+        let added = self.publication.add_nic(local, name, fits);
+        added.map_err(|error| error.to_string())
     }
 
     fn check_room(&self, name: &str) -> Result<(), String> {
@@ -64,19 +85,44 @@ impl NicListener for Recorder {
     }
 
     fn added(&self, nics: &Nics) {
-        match Places::read(&self.topology, nics) {
-            Ok(places) => self.places.store(Arc::new(places)),
-            Err(error) => {
-                tracing::error!(%error, "peers are not told what the new NIC is near to");
-                return;
+        self.rereads.run(|| self.reread_places(nics));
+    }
+}
+
+/// Sees to it that something that may take its time is done by one thread at a time, and once more
+/// for all who want it meanwhile, none of whom waits.
+#[derive(Default)]
+pub(crate) struct OneAtATime {
+    /// How often it was wanted since nobody did it.
+    wanted: AtomicUsize,
+}
+
+impl OneAtATime {
+    /// Has it done after this call has begun, by this thread or by the one that is at it.
+    pub(crate) fn run(&self, mut work: impl FnMut()) {
+        if self.wanted.fetch_add(1, Ordering::AcqRel) > 0 {
+            return;
+        }
+        let turn = Turn(&self.wanted);
+        loop {
+            let seen = self.wanted.load(Ordering::Acquire);
+            work();
+            let over = (Ordering::AcqRel, Ordering::Acquire);
+            let ended = self.wanted.compare_exchange(seen, 0, over.0, over.1);
+            if ended.is_ok() {
+                break;
             }
         }
-        let places = self.places.load();
-        // Memory that is entered after this is asked about the new places then.
-        for region in self.registry().regions() {
-            region.set_near(&places);
-        }
-        self.publication.edit(Edit::Matrix(places.matrix()));
+        std::mem::forget(turn);
+    }
+}
+
+/// Lets another thread have its turn though this one panics.
+struct Turn<'a>(&'a AtomicUsize);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Release);
     }
 }
 

@@ -28,6 +28,7 @@ use rerail_transport::rdma::{Clock, Offer};
 use rerail_transport::rpc::{Standing, Subscriber};
 use tokio::sync::Notify;
 
+use crate::Result;
 pub(crate) use place::StorePlace;
 use readers::Readers;
 
@@ -98,15 +99,31 @@ impl Publication {
     /// The same at the largest that it becomes with the memory that is registered now; with
     /// `more`, also with a NIC of that name.
     pub(crate) fn largest(&self, more: Option<&str>) -> SegmentDescriptor {
-        let mut descriptor = self.publisher().largest(more);
-        descriptor.timestamp = timestamp(std::time::SystemTime::now());
-        descriptor
+        largest(&self.publisher(), more)
+    }
+
+    /// Enters one more NIC if the record at its largest `fits` with it; no other change comes
+    /// between. Errors are those of `fits`.
+    pub(crate) fn add_nic(
+        &self,
+        local: LocalNic,
+        name: &str,
+        fits: impl FnOnce(&dyn Fn() -> SegmentDescriptor) -> Result<()>,
+    ) -> Result<()> {
+        let publisher = self.publisher();
+        fits(&|| largest(&publisher, Some(name)))?;
+        let name = name.to_owned();
+        self.edit_locked(publisher, Edit::Nic { local, name });
+        Ok(())
     }
 
     /// Changes the record. Returns the generation that has the change.
     pub(crate) fn edit(&self, edit: Edit) -> u64 {
+        self.edit_locked(self.publisher(), edit)
+    }
+
+    fn edit_locked(&self, mut publisher: MutexGuard<'_, Publisher>, edit: Edit) -> u64 {
         let now = self.shared.clock.now();
-        let mut publisher = self.publisher();
         let before = publisher.generation();
         publisher.handle(now, Input::Edit(edit));
         let generation = publisher.generation();
@@ -315,6 +332,12 @@ impl Publication {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn largest(publisher: &Publisher, more: Option<&str>) -> SegmentDescriptor {
+    let mut descriptor = publisher.largest(more);
+    descriptor.timestamp = timestamp(std::time::SystemTime::now());
+    descriptor
 }
 
 impl Admission for Publication {

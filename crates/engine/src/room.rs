@@ -3,7 +3,7 @@
 //! A record that does not would be tried again for ever, and peers would see no later change
 //! either. So whatever makes it grow on purpose, memory and NICs, is refused before that.
 
-use rerail_metadata::descriptor::JsonForm;
+use rerail_metadata::descriptor::{JsonForm, SegmentDescriptor};
 
 use crate::Result;
 use crate::directory::Directory;
@@ -21,6 +21,15 @@ pub(crate) fn check(
     name: &str,
     more: Option<&str>,
 ) -> Result<()> {
+    fits(directory, || publication.largest(more), name)
+}
+
+/// Whether a record of the segment `name`, `largest` at the most, fits. Errors as in [`check`].
+pub(crate) fn fits(
+    directory: &Directory,
+    largest: impl FnOnce() -> SegmentDescriptor,
+    name: &str,
+) -> Result<()> {
     let Some((store, keys)) = directory.store() else {
         return Ok(());
     };
@@ -28,7 +37,7 @@ pub(crate) fn check(
         return Ok(());
     }
     // With the longer of the two forms' endings.
-    let record = publication.largest(more).to_json(JsonForm::Line);
+    let record = largest().to_json(JsonForm::Line);
     store.check_size(&keys.segment(name), record.len())?;
     Ok(())
 }

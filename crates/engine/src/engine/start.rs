@@ -19,7 +19,7 @@ use super::{Engine, Inner, block};
 use crate::config::{EngineConfig, Transport};
 use crate::directory::Directory;
 use crate::memory::Registry;
-use crate::nics::{RailListener, Recorder};
+use crate::nics::{OneAtATime, RailListener, Recorder};
 use crate::peers::PeerView;
 use crate::publication::{Publication, StorePlace};
 use crate::service::{EngineService, Shared};
@@ -124,6 +124,7 @@ impl Engine {
                 registry: Arc::clone(&registry),
                 places: Arc::clone(&places),
                 topology: config.topology.clone(),
+                rereads: OneAtATime::default(),
             });
             rdma.set_events(Arc::new(RailListener {
                 rdma: Arc::downgrade(rdma),

@@ -276,8 +276,7 @@ impl Chunk {
         let mut regions = self.lock();
         let known = regions.iter().position(|held| held.place == *place);
         // Whoever lets go of an opening says so first, and then looks here.
-        let is_over = nic.openings() > opening;
-        if is_over || known.is_some_and(|at| regions[at].opening > opening) {
+        if nic.is_over(opening) || known.is_some_and(|at| regions[at].opening > opening) {
             return;
         }
         if let Some(number) = place.number() {
@@ -574,13 +573,26 @@ impl Registrations {
     }
 }
 
-/// What an error means of a device that registers everything: one that works and refuses has no
-/// room for it.
+/// Whether a device says by this that it has no room: for want of memory, of entries in its tables
+/// (`EOVERFLOW` of irdma's, `EAGAIN` of mlx5's firmware), or because of a limit of the process.
+/// Whatever else it says, it fails.
+fn means_no_room(errno: i32) -> bool {
+    matches!(
+        Errno::from_raw_os_error(errno),
+        Errno::NOMEM
+            | Errno::NOSPC
+            | Errno::NOBUFS
+            | Errno::MFILE
+            | Errno::TOOBIG
+            | Errno::OVERFLOW
+            | Errno::AGAIN
+    )
+}
+
+/// What an error means of a device that registers everything.
 fn no_room(nic: &Nic, registered: &Registered, error: TransportError) -> TransportError {
     match error {
-        TransportError::Verbs(error @ VerbsError::Verb { errno, .. })
-            if !matches!(Errno::from_raw_os_error(errno), Errno::IO | Errno::NODEV) =>
-        {
+        TransportError::Verbs(error @ VerbsError::Verb { errno, .. }) if means_no_room(errno) => {
             TransportError::NoRoomForMemory {
                 nic: nic.name().to_owned(),
                 bytes: registered.bytes,
@@ -679,5 +691,27 @@ mod tests {
         let waited = memory.holders().wait_gone(Duration::from_millis(50));
         let held = waited.expect_err("it is registered");
         assert!(held.contains(&"sim0".to_owned()), "{held:?}");
+    }
+
+    #[test]
+    fn a_device_that_fails_while_it_registers_is_not_taken_for_one_without_room() {
+        let rig = rig(44, 1);
+        let transport = rig.transport(0, "a1");
+        let nic = &transport.nics()[0];
+        // What mlx5 gives while it is being reset, and for commands that its firmware does not
+        // carry out in time.
+        for errno in [Errno::NXIO, Errno::NOLINK, Errno::TIMEDOUT, Errno::REMOTEIO] {
+            let error = TransportError::Verbs(VerbsError::Verb {
+                verb: "ibv_reg_mr_iova2",
+                device: "mlx5_0".into(),
+                port: None,
+                errno: errno.raw_os_error(),
+            });
+            let meant = no_room(nic, &Registered::default(), error);
+            assert!(
+                !matches!(meant, TransportError::NoRoomForMemory { .. }),
+                "{meant}"
+            );
+        }
     }
 }

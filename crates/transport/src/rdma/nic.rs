@@ -131,6 +131,8 @@ pub struct Nic {
     openings: AtomicU32,
     /// The last number that an opening was given: none has that of another, though it failed.
     numbered: AtomicU32,
+    /// Openings below this number came to nothing, or are over.
+    given_up: AtomicU32,
     /// Its openings that are not closed yet.
     tries: Arc<Tries>,
 }
@@ -189,6 +191,7 @@ impl Nic {
             opening: ArcSwapOption::from_pointee(opening),
             openings: AtomicU32::new(0),
             numbered: AtomicU32::new(0),
+            given_up: AtomicU32::new(0),
         })
     }
 
@@ -205,9 +208,9 @@ impl Nic {
 
     /// Its present opening has all memory, and is used from now on: an end of it is not that of a
     /// try.
-    pub(super) fn is_used(&self) {
+    pub(super) fn set_used(&self) {
         if let Some(opening) = self.opening() {
-            self.tries.is_used(opening.context().control());
+            self.tries.set_used(opening.context().control());
         }
     }
 
@@ -271,8 +274,17 @@ impl Nic {
         }
     }
 
-    /// Lets go of an opening that came to nothing, if it is the present one.
+    /// Whether an opening of that number is none any more: it was let go of, or came to nothing
+    /// before it was the present one.
+    pub(super) fn is_over(&self, opening: u32) -> bool {
+        self.openings() > opening || self.given_up.load(Ordering::Acquire) > opening
+    }
+
+    /// Lets go of an opening that came to nothing, whether it is the present one or never was.
     pub(super) fn give_up(&self, opening: &Opening) {
+        // Later ones have higher numbers.
+        self.given_up
+            .fetch_max(opening.number() + 1, Ordering::AcqRel);
         let present = self.opening();
         if present.is_some_and(|present| present.number() == opening.number()) {
             self.release();
@@ -308,7 +320,7 @@ impl Nic {
         let number = opening.number();
         self.opening.store(Some(opening));
         self.openings.store(number, Ordering::Release);
-        self.is_used();
+        self.set_used();
     }
 
     /// What the port is, or was when it was last usable; `None` before it was usable once.

@@ -35,6 +35,32 @@ pub(super) struct Seat {
     pub(super) inbox: Arc<Inbox>,
 }
 
+/// The next seat, for one NIC.
+#[must_use]
+pub(super) struct Vacancy<'a> {
+    shared: &'a Shared,
+    seat: &'a OnceLock<Seat>,
+    position: usize,
+}
+
+impl Vacancy<'_> {
+    /// The number that goes with it.
+    pub(super) fn number(&self) -> LocalNic {
+        LocalNic(self.position as u32)
+    }
+
+    /// Takes the NIC in that it is for.
+    pub(super) fn take(self, nic: Arc<Nic>, inbox: Arc<Inbox>) {
+        nic.place().set_number(self.number());
+        nic.set_used();
+        // One thread at a time gives seats, and this one was empty.
+        self.seat.get_or_init(|| Seat { nic, inbox });
+        self.shared
+            .taken
+            .store(self.position + 1, Ordering::Release);
+    }
+}
+
 impl Default for Nics {
     fn default() -> Self {
         let seats = (0..NICS_MAX).map(|_| OnceLock::new()).collect();
@@ -78,36 +104,34 @@ impl Nics {
         self.iter().map(|nic| nic.name().to_owned()).collect()
     }
 
-    /// The number of the next one.
-    pub(super) fn next(&self) -> LocalNic {
-        LocalNic(self.len() as u32)
-    }
-
-    /// Takes a NIC in, whose number is the next one, or is set to that. By one thread at a time.
+    /// The seat for a NIC, whose number is the next one, or is to be. By one thread at a time until
+    /// it is taken.
     ///
     /// # Errors
     ///
     /// [`NICS_MAX`] NICs are there, or its number is not the next one.
-    pub(super) fn push(&self, nic: Arc<Nic>, inbox: Arc<Inbox>) -> Result<(), TransportError> {
+    pub(super) fn vacancy(&self, nic: &Nic) -> Result<Vacancy<'_>, TransportError> {
         let taken = self.len();
-        let position = nic.place().set_number(self.next()).0 as usize;
-        let device = nic.device().to_owned();
-        let refused = |reason: String| TransportError::Device { device, reason };
-        let next = self
-            .shared
-            .seats
-            .get(position)
-            .filter(|_| position == taken);
-        let Some(next) = next else {
-            return Err(refused(format!(
-                "it would be NIC number {position} after {taken} of at most {NICS_MAX}"
-            )));
-        };
-        nic.is_used();
-        if next.set(Seat { nic, inbox }).is_err() {
-            return Err(refused(format!("NIC number {position} is there already")));
+        let position = nic.place().number().map_or(taken, |own| own.0 as usize);
+        match self.shared.seats.get(position) {
+            Some(seat) if position == taken && seat.get().is_none() => Ok(Vacancy {
+                shared: &self.shared,
+                seat,
+                position,
+            }),
+            _ => Err(TransportError::Device {
+                device: nic.device().to_owned(),
+                reason: format!(
+                    "it would be NIC number {position} after {taken} of at most {NICS_MAX}"
+                ),
+            }),
         }
-        self.shared.taken.store(taken + 1, Ordering::Release);
+    }
+
+    /// Takes a NIC in, whose number is the next one, or is set to that. By one thread at a time.
+    /// Errors as in [`vacancy`](Self::vacancy).
+    pub(super) fn push(&self, nic: Arc<Nic>, inbox: Arc<Inbox>) -> Result<(), TransportError> {
+        self.vacancy(&nic)?.take(nic, inbox);
         Ok(())
     }
 

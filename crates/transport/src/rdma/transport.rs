@@ -404,4 +404,29 @@ mod tests {
         let rkeys = &memory.keys()[0].rkeys;
         assert!(rkeys.get(1).is_none_or(|key| *key == 0), "{rkeys:?}");
     }
+
+    #[test]
+    fn a_region_of_a_reopening_that_came_to_nothing_is_not_entered_when_it_comes_late() {
+        const HANG: Duration = Duration::from_secs(12);
+        let rig = rig(43, 1);
+        let transport = rig.transport(0, "a1");
+        let memory = registered(&transport, 64 * KIB);
+        let nic = Arc::clone(&transport.nics()[0]);
+        let registrations = &transport.registrations;
+        nic.release();
+        registrations.release(&nic);
+        assert_eq!(memory.keys()[0].rkeys, [0]);
+        let opening = nic.reopen(&transport.config).expect("open");
+        rig.fabric.hang_control(rig.hosts[0].1[0], HANG);
+        let taken = || panic!("it does not have the memory");
+        let registered = registrations.register_all(&nic, &opening, taken);
+        assert!(registered.is_err(), "it hangs");
+        let control = opening.context().control();
+        wait_until("the device has come to it", || {
+            control.stuck_for().is_none()
+        });
+        let barrier = control.submit(|| ()).expect("it works again");
+        barrier.wait_timeout(HANG).expect("done");
+        assert_eq!(memory.keys()[0].rkeys, [0], "the key of a dead opening");
+    }
 }

@@ -76,7 +76,7 @@ impl Tries {
     }
 
     /// An opening is used from now on.
-    pub(super) fn is_used(&self, control: &ControlThread) {
+    pub(super) fn set_used(&self, control: &ControlThread) {
         let mut open = self.lock();
         let found = open.iter_mut().find(|known| known.control.is_same(control));
         if let Some(known) = found {
@@ -193,7 +193,7 @@ mod tests {
         let used = device
             .open_shown(|control| tries.begin(control))
             .expect("open");
-        tries.is_used(used.control());
+        tries.set_used(used.control());
         fabric.hang_control(nic, HANG);
         let context = used.clone();
         used.control()
@@ -293,7 +293,7 @@ mod tests {
         tries.device_went();
         assert!(!is_refused(&tries), "the next is another device");
         let second = openings.hang(&tries);
-        tries.is_used(&second);
+        tries.set_used(&second);
         wait_until("two hang", || is_refused(&tries));
         let error = tries.check("sim0").expect_err("two hang");
         assert!(error.to_string().contains("2 threads hang"), "{error}");

@@ -88,12 +88,19 @@ pub trait NicListener: Send + Sync {
     fn rekeyed(&self, local: LocalNic);
 
     /// A NIC that was not there at the start is about to be taken in, as one that is down. Memory
-    /// that is registered from now on may have a key for it. Called under a lock: must be quick.
-    fn adding(&self, local: LocalNic, name: &str) {
+    /// that is registered from now on may have a key for it. Called for one NIC at a time and under
+    /// a lock: must be quick, and ask no device.
+    ///
+    /// # Errors
+    ///
+    /// The record has no room for it, as [`check_room`](Self::check_room) says; nothing is changed.
+    fn adding(&self, local: LocalNic, name: &str) -> Result<(), String> {
         let _ = (local, name);
+        Ok(())
     }
 
-    /// Whether the record would have room for one more NIC, with the keys of all memory.
+    /// Whether the record would have room for one more NIC, with the keys of all memory. Asked
+    /// before that is registered with it, so that this is not in vain.
     ///
     /// # Errors
     ///
@@ -103,7 +110,8 @@ pub trait NicListener: Send + Sync {
         Ok(())
     }
 
-    /// It is among the own NICs now, and is read next.
+    /// There are more own NICs than before. Called without a lock, by several threads at once, and
+    /// for a NIC whose port may have been read already; may take its time.
     fn added(&self, nics: &Nics) {
         let _ = nics;
     }
@@ -128,8 +136,8 @@ enum Mail {
     },
     /// Something suggests that a port, or all, may differ.
     Hint(Option<LocalNic>),
-    /// A NIC was taken in that was not there at the start.
-    Appeared(Arc<Nic>),
+    /// A NIC was taken in that was not there at the start, and so were those before it.
+    Appeared(LocalNic),
     /// The devices of the machine were looked at.
     Looked,
 }
@@ -327,7 +335,7 @@ impl Watcher {
             self.parts.runtime.spawn_blocking(move || {
                 for attempt in finder.look() {
                     let shared = Arc::clone(&shared);
-                    let taken = move |nic| shared.send(Mail::Appeared(nic));
+                    let taken = move |nic: Arc<Nic>| shared.send(Mail::Appeared(nic.index()));
                     runtime.spawn_blocking(move || attempt.run(taken));
                 }
                 shared.send(Mail::Looked);
@@ -382,13 +390,7 @@ impl Watcher {
                 registered,
                 result,
             } => self.reopened(now, nic, epoch, registered, result),
-            Mail::Appeared(nic) => {
-                let added = Event::NicAdded {
-                    nic: nic.name().to_owned(),
-                };
-                self.entries.push(Entry::new(&nic, &self.parts.config, now));
-                self.parts.events.tell(now, &added);
-            }
+            Mail::Appeared(local) => self.appeared(now, local),
             Mail::Looked => {
                 self.looking = false;
                 let wait = if std::mem::take(&mut self.look_again) {
@@ -428,6 +430,20 @@ impl Watcher {
                     }
                 }
             }
+        }
+    }
+
+    /// Takes care of all NICs up to one. News of them may come in any order.
+    fn appeared(&mut self, now: Time, last: LocalNic) {
+        for number in self.entries.len()..=last.0 as usize {
+            let Some(nic) = self.parts.nics.get(number) else {
+                return;
+            };
+            let added = Event::NicAdded {
+                nic: nic.name().to_owned(),
+            };
+            self.entries.push(Entry::new(nic, &self.parts.config, now));
+            self.parts.events.tell(now, &added);
         }
     }
 

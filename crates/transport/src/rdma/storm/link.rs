@@ -126,8 +126,9 @@ impl NicListener for Outbox {
         self.put(Outgoing::Rekeyed(local));
     }
 
-    fn adding(&self, local: LocalNic, name: &str) {
+    fn adding(&self, local: LocalNic, name: &str) -> Result<(), String> {
         self.put(Outgoing::Adding(local, name.to_owned()));
+        Ok(())
     }
 
     fn added(&self, nics: &Nics) {

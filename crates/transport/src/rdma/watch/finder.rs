@@ -49,8 +49,6 @@ pub(in crate::rdma) struct Finder {
     clock: Clock,
     tries: Arc<AllTries>,
     book: Mutex<Book>,
-    /// Held by who has got a number for a NIC until all were told of it.
-    numbering: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -77,7 +75,6 @@ impl Finder {
             clock: parts.clock,
             tries: Arc::clone(&parts.tries),
             book: Mutex::default(),
-            numbering: Mutex::default(),
         }
     }
 
@@ -189,41 +186,40 @@ impl Finder {
         nic.set_gate(false);
         let nic = Arc::new(nic);
         let opening = nic.open_device()?;
-        let mut numbering = None;
+        // One NIC at a time, and nothing that may hang: registrations wait for it.
         self.registrations.register_all(&nic, &opening, || {
-            numbering = Some(self.lock_numbering());
-            self.check_room(&name)?;
+            let vacancy = self.nics.vacancy(&nic)?;
             let inbox = self.threads.serve(&nic)?;
-            self.listener.adding(self.nics.next(), nic.name());
-            self.nics.push(Arc::clone(&nic), inbox)
+            let adding = self.listener.adding(vacancy.number(), &name);
+            adding.map_err(|reason| no_room_in_record(&name, reason))?;
+            vacancy.take(Arc::clone(&nic), inbox);
+            self.router.nic_added(nic.index());
+            Ok(())
         })?;
-        self.router.nic_added(nic.index());
-        self.listener.added(&self.nics);
-        self.listener.rekeyed(nic.index());
+        // Before all that takes its time: who watches it must not overlook that its device dies.
+        let local = nic.index();
         tracing::info!(nic = nic.name(), port, "a NIC is taken in");
         taken(nic);
-        drop(numbering);
+        self.listener.rekeyed(local);
+        self.listener.added(&self.nics);
         Ok(())
     }
 
     fn check_room(&self, name: &str) -> Result<(), TransportError> {
         let room = self.listener.check_room(name);
-        room.map_err(|reason| TransportError::NoRoomInRecord {
-            nic: name.to_owned(),
-            reason,
-        })
+        room.map_err(|reason| no_room_in_record(name, reason))
     }
 
     fn book(&self) -> MutexGuard<'_, Book> {
         // Entries are made whole.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn lock_numbering(&self) -> MutexGuard<'_, ()> {
-        // It guards nothing that could be broken.
-        self.numbering
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+fn no_room_in_record(name: &str, reason: String) -> TransportError {
+    TransportError::NoRoomInRecord {
+        nic: name.to_owned(),
+        reason,
     }
 }
 
@@ -236,8 +232,8 @@ pub(in crate::rdma) struct Attempt {
 }
 
 impl Attempt {
-    /// Takes it in, and tells of it by `taken`, in the order of the NICs' numbers. Blocks as long
-    /// as opening a device and registering all memory takes, and may hang.
+    /// Takes it in, and tells of it by `taken` once it and those of lower numbers are among the own
+    /// NICs. Blocks as long as opening a device and registering all memory takes, and may hang.
     pub(in crate::rdma) fn run(self, taken: impl FnOnce(Arc<Nic>)) {
         self.finder.attempt(&self.device, self.port, taken);
     }

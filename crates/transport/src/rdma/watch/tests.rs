@@ -274,8 +274,8 @@ impl NicListener for Room {
 
     fn rekeyed(&self, _local: LocalNic) {}
 
-    fn adding(&self, _local: LocalNic, name: &str) {
-        assert!(self.first_refused > 2, "{name} is entered");
+    fn adding(&self, _local: LocalNic, name: &str) -> Result<(), String> {
+        self.check_room(name)
     }
 
     fn check_room(&self, _name: &str) -> Result<(), String> {
@@ -371,4 +371,58 @@ fn room_in_the_record_is_asked_for_before_a_device_is_opened_and_before_it_is_en
         let calls = room.calls.load(Ordering::SeqCst);
         assert_eq!(calls, first_refused.min(2), "asked");
     }
+}
+
+/// Takes as long as it is told to when a NIC is added, as reading sysfs may of one that hangs.
+#[derive(Default)]
+struct Slow {
+    is_asked: AtomicBool,
+    may_go_on: AtomicBool,
+}
+
+impl NicListener for Slow {
+    fn port(&self, _: LocalNic, _: observer::PortFacts, _: Vec<Gid>) {}
+
+    fn rekeyed(&self, _: LocalNic) {}
+
+    fn added(&self, _: &Nics) {
+        self.is_asked.store(true, Ordering::SeqCst);
+        while !self.may_go_on.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// However the test ends.
+struct GoOn(Arc<Slow>);
+
+impl Drop for GoOn {
+    fn drop(&mut self) {
+        self.0.may_go_on.store(true, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn who_is_told_slowly_of_a_new_nic_holds_up_no_registration_while_another_comes() {
+    let rig = rig(12, 1);
+    let transport = Arc::new(rig.transport(0, "a1"));
+    let slow = Arc::new(Slow::default());
+    let _go_on = GoOn(Arc::clone(&slow));
+    device(&rig, "first1", 9, 1_000);
+    device(&rig, "second1", 10, 1_000);
+    let listener = Arc::clone(&slow) as Arc<dyn NicListener>;
+    let observed = transport.observe(listener, Events::default());
+    observed.expect("a thread");
+    wait_until("a NIC is told of", || slow.is_asked.load(Ordering::SeqCst));
+    let (own, done) = (Arc::clone(&transport), Arc::new(AtomicBool::new(false)));
+    let is_done = Arc::clone(&done);
+    std::thread::spawn(move || {
+        // The other device comes to its turn meanwhile.
+        for _ in 0..300 {
+            drop(registered(&own, KIB));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        is_done.store(true, Ordering::SeqCst);
+    });
+    wait_until("memory is registered", || done.load(Ordering::SeqCst));
 }
