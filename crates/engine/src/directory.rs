@@ -91,6 +91,25 @@ impl Directory {
         })
     }
 
+    /// The server name in the NIC paths of a segment, by its record in the store; `None` if it has
+    /// none there, or there is no store.
+    pub(crate) async fn stored_server(&self, name: &str) -> Result<Option<String>> {
+        let Some((store, keys)) = &self.shared.store else {
+            return Ok(None);
+        };
+        let record = match store.get(&keys.segment(name)).await {
+            Ok(record) => record,
+            Err(error) if error.is_not_found() => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let descriptor = SegmentDescriptor::from_json(&record.value);
+        let descriptor = descriptor.map_err(|cause| EngineError::Record {
+            segment: name.to_owned(),
+            cause,
+        })?;
+        Ok(Some(descriptor.nic_path_server_name().to_owned()))
+    }
+
     /// Remembers whose NIC paths have a server name of their own.
     fn note(&self, segment: &str, descriptor: &SegmentDescriptor) {
         if let Some(server) = &descriptor.rdma_server_name {

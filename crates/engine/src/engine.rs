@@ -155,8 +155,9 @@ impl Engine {
 
     /// Cuts a peer off from what it has posted: every RDMA connection between its NICs and ours is
     /// closed, whoever opened it. Blocks, usually for milliseconds. `peer` is the name of its
-    /// segment, or the server name of its NIC paths where that is another and its segment is not
-    /// open here. Returns how many connections there were; none is no error.
+    /// segment; or the server name of its NIC paths, where that is another and neither a store nor
+    /// an open segment tells it. Returns how many connections there were; none is no error, and
+    /// without a store may mean that the name is wrong.
     ///
     /// Once this has returned, nothing that the peer had posted on one of these connections, and
     /// nothing of it that is on the wire still, can read or write memory of this engine: all queue
@@ -172,7 +173,8 @@ impl Engine {
     ///
     /// [`TransportError::NotRevoked`] after five seconds, as when a device hangs: it names the
     /// NICs. What they were told to stop goes on stopping, and calling again goes on waiting; until
-    /// then the memory must not be reused.
+    /// then the memory must not be reused. [`EngineError::Metadata`] if there is no connection under
+    /// the name itself, and the store cannot tell whether the peer's NIC paths have another.
     ///
     /// # Examples
     ///
@@ -191,18 +193,24 @@ impl Engine {
         let name = peer.trim_start_matches('/').to_owned();
         // NIC paths may begin with a name of their own.
         let known = self.inner.peers.life(&name);
-        let server = known.map(|life| life.descriptor().nic_path_server_name().to_owned());
-        let servers = BTreeSet::from_iter(server.into_iter().chain([name]));
+        let known = known.map(|life| life.descriptor().nic_path_server_name().to_owned());
+        let directory = self.inner.directory.clone();
         self.inner.block(async move {
-            let (mut count, mut failure) = (0, None);
-            for server in servers {
-                match rdma.revoke(&server).await {
-                    Ok(stopped) => count += stopped,
-                    // The others are to stop all the same.
-                    Err(error) => failure = Some(error),
-                }
+            let found = match known {
+                Some(server) => Ok(Some(server)),
+                None => directory.stored_server(&name).await,
+            };
+            let (server, unresolved) = match found {
+                Ok(server) => (server, None),
+                Err(error) => (None, Some(error)),
+            };
+            let servers = BTreeSet::from_iter(server.into_iter().chain([name]));
+            let count = rdma.revoke(&servers).await?;
+            match unresolved {
+                // It may have connections under a name that is not known.
+                Some(error) if count == 0 => Err(error),
+                _ => Ok(count),
             }
-            failure.map_or(Ok(count), |error| Err(error.into()))
         })
     }
 

@@ -305,23 +305,23 @@ impl Connector {
                 Err(mpsc::error::SendError(back)) => mail = back,
             }
         }
-        let is_unproved = |table: &mut Table, mail: &Mail| match mail {
+        let is_unproved = |table: &Table, mail: &Mail| match mail {
             Mail::Request(offer, _) if offer.qp_nums.is_empty() => {
-                table.ends.is_unproved((place.0, &place.1), offer.psn)
+                table.ends.is_unproved(&place, offer.psn)
             }
             _ => false,
         };
         // The endpoint in use would say that earlier ones are closed. Of a peer that names no
         // packet number it is the one that is meant.
         let names_one = matches!(&mail, Mail::Request(offer, _) if offer.psn.is_some());
-        let is_current = !(names_one && is_unproved(&mut table, &mail));
+        let is_current = !(names_one && is_unproved(&table, &mail));
         if let Some(current) = table.current(&place, &instance).filter(|_| is_current) {
             match current.mailbox.send(mail) {
                 Ok(()) => return,
                 Err(mpsc::error::SendError(back)) => mail = back,
             }
         }
-        let unproved = is_unproved(&mut table, &mail);
+        let unproved = is_unproved(&table, &mail);
         let Mail::Request(offer, answer) = mail else {
             return;
         };

@@ -1,5 +1,6 @@
 //! The transport as a whole.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -267,15 +268,15 @@ impl RdmaTransport {
         self.connector.accept(offer).await
     }
 
-    /// Cuts off the peer that calls itself `server` in its NIC paths: every connection with it is
-    /// closed, whoever opened it, and has stopped when this returns; see [`Connector::revoke`].
-    /// Returns how many there were.
+    /// Cuts off the peer that calls itself by one of the names `servers` in its NIC paths: every
+    /// connection with it is closed, whoever opened it, and has stopped when this returns; see
+    /// [`Connector::revoke`]. Returns how many there were.
     ///
     /// # Errors
     ///
     /// [`TransportError::NotRevoked`] if some have not stopped within five seconds.
-    pub async fn revoke(&self, server: &str) -> Result<usize, TransportError> {
-        self.connector.revoke(server, REVOKE_LIMIT).await
+    pub async fn revoke(&self, servers: &BTreeSet<String>) -> Result<usize, TransportError> {
+        self.connector.revoke(servers, REVOKE_LIMIT).await
     }
 
     /// Closes all endpoints and waits until they are fenced, for a few seconds at most.

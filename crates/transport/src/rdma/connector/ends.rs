@@ -8,7 +8,7 @@
 //! Ends of an earlier process of ours need no memory here: what its queue pairs may still be given
 //! lies in pages that the kernel holds until they are gone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -17,18 +17,13 @@ use rerail_verbs::ControlThread;
 use super::super::inbox::EndpointKey;
 use super::super::opening::Opening;
 
-/// Ends without proof that are remembered one by one after their endpoints have ended. Each stands
-/// for queue pairs that are alive in a device.
-const OVER_MAX: usize = 1024;
-
 /// Proof that the queue pairs of an end take in nothing any more, once it is given.
 #[derive(Clone, Debug)]
 pub(super) struct Proof {
     stopped: Arc<AtomicBool>,
     /// What we had posted on them has come back, too.
     drained: Arc<AtomicBool>,
-    /// Number of the opening that the queue pairs were made of, and its thread.
-    opening: u32,
+    /// The thread of the opening that the queue pairs were made of.
     control: ControlThread,
 }
 
@@ -38,7 +33,6 @@ impl Proof {
         Self {
             stopped: Arc::default(),
             drained: Arc::default(),
-            opening: opening.number(),
             control: opening.context().control().clone(),
         }
     }
@@ -57,6 +51,21 @@ impl Proof {
     pub(super) fn is_given(&self) -> bool {
         self.stopped.load(Ordering::Acquire) || self.control.is_closed()
     }
+
+    /// Nothing that we had posted is under way any more.
+    pub(super) fn is_drained(&self) -> bool {
+        self.drained.load(Ordering::Acquire) || self.control.is_closed()
+    }
+
+    /// They are in ERR: what was in flight on them has come back, or they were moved there.
+    pub(super) fn has_stopped(&self) -> bool {
+        self.is_given() || self.is_drained()
+    }
+
+    /// Nothing moves over the queue pairs any more, in either direction.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.is_given() && self.is_drained()
+    }
 }
 
 /// The end of a connection whose queue pairs were to be connected.
@@ -69,23 +78,25 @@ struct End {
     proof: Proof,
 }
 
-impl End {
-    /// Nothing moves over it any more, in either direction.
-    fn is_quiet(&self) -> bool {
-        self.proof.is_given() && self.proof.drained.load(Ordering::Acquire)
-            || self.proof.control.is_closed()
-    }
-}
-
 /// Those of all endpoints.
 #[derive(Debug, Default)]
 pub(super) struct Ends {
     /// Of endpoints that are there.
     live: BTreeMap<EndpointKey, End>,
-    /// Of endpoints that have ended without proof.
-    over: Vec<(EndpointKey, End)>,
-    /// NICs with more of those than are remembered, each with one of them for each opening.
-    beyond: Vec<(u32, Proof)>,
+    /// Of endpoints that have ended and over which something may move still, by the own NIC and the
+    /// peer's path. Each stands for queue pairs that are alive in a device that hangs, of which a
+    /// NIC has `MC_MAX_EP_PER_CTX`, and which is opened again while few openings of it hang.
+    over: HashMap<(u32, String), Vec<Over>>,
+    /// How many there are of those, and were when all were last looked at.
+    over_count: usize,
+    over_looked: usize,
+}
+
+#[derive(Debug)]
+struct Over {
+    key: EndpointKey,
+    peer_psn: Option<u32>,
+    proof: Proof,
 }
 
 impl Ends {
@@ -113,57 +124,64 @@ impl Ends {
 
     /// An endpoint has ended.
     pub(super) fn forget(&mut self, key: EndpointKey) {
-        self.forget_given();
-        let Some(end) = self.live.remove(&key).filter(|end| !end.proof.is_given()) else {
+        let Some(end) = self.live.remove(&key).filter(|end| !end.proof.is_quiet()) else {
             return;
         };
-        if self.over.len() < OVER_MAX {
-            self.over.push((key, end));
-            return;
-        }
-        let is_of =
-            |(nic, proof): &(u32, Proof)| *nic == end.nic && proof.opening == end.proof.opening;
-        if !self.beyond.iter().any(is_of) {
-            self.beyond.push((end.nic, end.proof));
+        let End {
+            nic,
+            peer_path,
+            peer_psn,
+            proof,
+        } = end;
+        let here = self.over.entry((nic, peer_path)).or_default();
+        here.push(Over {
+            key,
+            peer_psn,
+            proof,
+        });
+        self.over_count += 1;
+        // All are looked at once there are twice as many, so that each costs the same on average.
+        if self.over_count >= 2 * self.over_looked.max(32) {
+            self.over.retain(|_, here| {
+                here.retain(|over| !over.proof.is_quiet());
+                !here.is_empty()
+            });
+            self.over_count = self.over.values().map(Vec::len).sum();
+            self.over_looked = self.over_count;
         }
     }
 
     /// Whether a request to close may be about an end that has ended without proof. A peer that
     /// says no packet number, or never did, means any between the two NICs.
-    pub(super) fn is_unproved(&mut self, (nic, peer_path): (u32, &str), psn: Option<u32>) -> bool {
-        self.forget_given();
-        let is_meant = |end: &End| {
-            let same = psn.is_none() || end.peer_psn.is_none() || end.peer_psn == psn;
-            end.nic == nic && end.peer_path == peer_path && same
+    pub(super) fn is_unproved(&self, place: &(u32, String), psn: Option<u32>) -> bool {
+        let is_meant = |over: &Over| {
+            let same = psn.is_none() || over.peer_psn.is_none() || over.peer_psn == psn;
+            same && !over.proof.is_given()
         };
-        self.over.iter().any(|(_, end)| is_meant(end))
-            || self.beyond.iter().any(|(of, _)| *of == nic)
+        let here = self.over.get(place);
+        here.is_some_and(|here| here.iter().any(is_meant))
     }
 
-    /// Those that have ended without proof, of the peers that are meant.
-    pub(super) fn over_of(&self, is_meant: impl Fn(&str) -> bool) -> Vec<EndpointKey> {
-        let over = self.over.iter();
-        let over = over.filter(|(_, end)| is_meant(&end.peer_path));
-        over.map(|(key, _)| *key).collect()
+    /// Proofs of those that have ended and over which something may move still, of the peers that
+    /// are meant, with their NICs.
+    pub(super) fn over_of(
+        &self,
+        is_meant: impl Fn(&str) -> bool,
+    ) -> impl Iterator<Item = (u32, &Proof)> {
+        let places = self.over.iter();
+        let places = places.filter(move |((_, path), _)| is_meant(path));
+        let over = places.flat_map(|((nic, _), here)| here.iter().map(|over| (*nic, &over.proof)));
+        over.filter(|(_, proof)| !proof.is_quiet())
     }
 
-    /// Whether the queue pairs of an endpoint that is there were to be connected.
-    pub(super) fn is_known(&self, key: EndpointKey) -> bool {
-        self.live.contains_key(&key)
-    }
-
-    /// The NIC of an end over which something may move still.
-    pub(super) fn moves(&self, key: EndpointKey) -> Option<u32> {
+    /// The proof of an endpoint between these two whose queue pairs were to be connected, unless it
+    /// has ended and nothing moves over it.
+    pub(super) fn proof(&self, place: &(u32, String), key: EndpointKey) -> Option<&Proof> {
         if let Some(end) = self.live.get(&key) {
-            return (!end.is_quiet()).then_some(end.nic);
+            return Some(&end.proof);
         }
-        let (_, end) = self.over.iter().find(|(of, _)| *of == key)?;
-        (!end.proof.is_given()).then_some(end.nic)
-    }
-
-    fn forget_given(&mut self) {
-        self.over.retain(|(_, end)| !end.proof.is_given());
-        self.beyond.retain(|(_, proof)| !proof.control.is_closed());
+        let over = self.over.get(place)?.iter().find(|over| over.key == key);
+        over.map(|over| &over.proof)
     }
 }
 

@@ -251,14 +251,12 @@ impl EndpointTask {
                     self.machine.handle(now, Input::Close(cause));
                 }
             }
-            Mail::Drained(leftover) if self.idle.was_only_lent() => {
+            Mail::Drained(leftover) => {
                 self.held.extend(leftover.held);
-            }
-            Mail::Drained(Leftover {
-                held,
-                rerouted_bytes: bytes,
-            }) => {
-                self.held.extend(held);
+                if self.idle.was_only_lent() {
+                    return;
+                }
+                let bytes = leftover.rerouted_bytes;
                 if bytes > 0 {
                     self.tell_fence(FenceStep::Rerouted { bytes });
                 }
@@ -354,7 +352,9 @@ impl EndpointTask {
                 }
             }
             Action::Fenced => {
-                self.tell_fence(FenceStep::Ended { complete: true });
+                // An end that was never attached may be given up in a device that hangs.
+                let complete = self.proof.as_ref().is_some_and(Proof::has_stopped);
+                self.tell_fence(FenceStep::Ended { complete });
                 for transfer in self.held.drain(..) {
                     transfer.release();
                 }
@@ -702,8 +702,9 @@ impl EndpointTask {
             return;
         }
         self.connector.retire(&self.nic, &self.peer_path, self.key);
-        let cause_told = cause.clone();
-        self.tell_fence(FenceStep::Started { cause: cause_told });
+        self.tell_fence(FenceStep::Started {
+            cause: cause.clone(),
+        });
         self.learn(cause);
         // The peer is about to connect us, which is as good; or another GID may do.
         let again = !self.attached

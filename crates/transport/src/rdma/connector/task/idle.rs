@@ -106,7 +106,8 @@ impl EndpointTask {
         else {
             return;
         };
-        if !is_idle {
+        // Nothing is posted through a closed gate, and others would wait.
+        if !is_idle || !self.nic.is_gate_open() {
             return;
         }
         let attach = Order::Attach {

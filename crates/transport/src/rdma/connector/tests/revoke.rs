@@ -1,6 +1,12 @@
 //! What a peer may still do once it is revoked.
 
+use std::collections::BTreeSet;
+
 use super::*;
+
+fn named(server: &str) -> BTreeSet<String> {
+    BTreeSet::from([server.to_owned()])
+}
 
 const REVOKED_WITHIN: Duration = Duration::from_secs(20);
 
@@ -31,7 +37,8 @@ fn nothing_that_a_revoked_peer_has_on_the_wire_reaches_memory_that_is_used_again
         wait_until("it is on the wire", || rig.fabric.stats().packets > 0);
         rig.fabric
             .hang_control(rig.hosts[1].1[0], Duration::from_millis(hangs_ms));
-        let revoked = b.connector().revoke("host0", REVOKED_WITHIN);
+        let servers = named("host0");
+        let revoked = b.connector().revoke(&servers, REVOKED_WITHIN);
         let count = rig.runtime.block_on(revoked).expect("they stop");
         assert_eq!(count, 1);
         target.memory().copy_in(0, &twos).expect("inside");
@@ -57,7 +64,8 @@ fn who_has_no_connection_is_revoked_at_once_and_others_keep_theirs() {
     let (source, target) = (registered(&a, KIB), registered(&b, KIB));
     Move::all(&a, &peer, &source, &target).run().expect("moved");
     for stranger in ["nobody", "", "host", "host0@sim0"] {
-        let revoked = b.connector().revoke(stranger, Duration::ZERO);
+        let servers = named(stranger);
+        let revoked = b.connector().revoke(&servers, Duration::ZERO);
         assert_eq!(rig.runtime.block_on(revoked).expect("nothing to do"), 0);
     }
     let asks = rig.asks();
@@ -77,7 +85,8 @@ fn a_device_that_hangs_is_named_and_revoking_again_goes_on_waiting() {
     let begin = Instant::now();
     rig.fabric.hang_control(rig.hosts[1].1[0], HANGS);
     let revoke = |limit| {
-        let revoked = b.connector().revoke("host0", limit);
+        let servers = named("host0");
+        let revoked = b.connector().revoke(&servers, limit);
         rig.runtime.block_on(revoked)
     };
     let error = revoke(Duration::from_millis(50)).expect_err("they cannot stop");
@@ -93,4 +102,38 @@ fn a_device_that_hangs_is_named_and_revoking_again_goes_on_waiting() {
     }
     revoke(REVOKED_WITHIN).expect("the device answers in the end");
     assert!(begin.elapsed() >= HANGS, "it hung still");
+}
+
+#[test]
+fn ends_in_a_device_that_hangs_count_for_a_revocation_however_many_there_are() {
+    const MANY: u64 = 3000;
+    let rig = rig(42, 1);
+    let b = rig.transport(1, "b1");
+    let opening = b.nics()[0].opening().expect("open");
+    // Each has ended without proof; some of them have stopped since.
+    let proofs: Vec<_> = (0..MANY)
+        .map(|key| {
+            let (path, proof) = (format!("host{key}@sim0"), Proof::new(&opening));
+            let mut table = b.connector().table();
+            let key = 1_000_000 + key;
+            table.ends.begin(key, (0, &path), Some(7), proof.clone());
+            table.ends.forget(key);
+            proof
+        })
+        .collect();
+    let revoke = |server: &str| {
+        let servers = named(server);
+        let revoked = b.connector().revoke(&servers, Duration::ZERO);
+        rig.runtime.block_on(revoked)
+    };
+    for server in ["host0", "host1500", "host2999"] {
+        let error = revoke(server).expect_err("nobody knows that its queue pairs have stopped");
+        assert!(error.to_string().contains("over sim0"), "{error}");
+    }
+    // In ERR, but what we had posted on it has not come back.
+    proofs[0].give();
+    revoke("host0").expect_err("something of ours may be under way");
+    proofs[0].drained();
+    assert_eq!(revoke("host0").expect("it has stopped"), 0);
+    assert_eq!(revoke("host3000").expect("there is none"), 0);
 }
