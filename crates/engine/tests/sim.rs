@@ -92,6 +92,18 @@ fn a_revoked_peer_may_connect_anew() {
 }
 
 #[test]
+fn a_peer_that_only_its_record_ties_to_its_connections_is_revoked_by_its_segments_name() {
+    let rig = rig(13, 1).meeting_in("engine-sim-revoked");
+    let bound = [("MC_RDMA_BIND_ADDRESS", "192.0.2.1")];
+    let (own, peer) = (rig.start(0, "own", &bound), rig.start(1, "peer", &[]));
+    there_and_back(&own.engine, &peer.engine, 500_000, 1);
+    // A target opens no segment of its initiators.
+    assert!(peer.engine.revoke("own").expect("they stop") > 0);
+    assert_eq!(peer.engine.revoke("nobody").expect("nothing to do"), 0);
+    there_and_back(&own.engine, &peer.engine, 500_000, 1);
+}
+
+#[test]
 fn nic_paths_may_have_a_server_name_of_their_own_at_both_ends() {
     let rig = rig(11, 2);
     let bound =

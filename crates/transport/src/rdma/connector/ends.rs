@@ -214,15 +214,23 @@ mod tests {
         Proof {
             stopped: Arc::default(),
             drained: Arc::default(),
-            opening: 0,
             control: context.control().clone(),
         }
     }
 
-    /// An end between NIC 0 and [`PATH`] whose endpoint has ended without proof.
+    fn place(nic: u32, path: &str) -> (u32, String) {
+        (nic, path.to_owned())
+    }
+
+    /// An end between NIC 0 and [`PATH`] whose endpoint has ended.
     fn over(ends: &mut Ends, key: EndpointKey, psn: Option<u32>, proof: &Proof) {
         ends.begin(key, (0, PATH), psn, proof.clone());
         ends.forget(key);
+    }
+
+    /// How many ends towards [`PATH`] may move still.
+    fn moving(ends: &Ends) -> usize {
+        ends.over_of(|path| path == PATH).count()
     }
 
     #[test]
@@ -235,90 +243,85 @@ mod tests {
         ] {
             let mut ends = Ends::default();
             over(&mut ends, 1, known, &proof);
+            let here = place(0, PATH);
             for psn in same {
-                assert!(ends.is_unproved((0, PATH), psn), "{known:?} {psn:?}");
-                assert!(!ends.is_unproved((1, PATH), psn), "another NIC");
-                assert!(
-                    !ends.is_unproved((0, "host1@sim1"), psn),
-                    "another of the peer's"
-                );
+                assert!(ends.is_unproved(&here, psn), "{known:?} {psn:?}");
+                assert!(!ends.is_unproved(&place(1, PATH), psn), "another NIC");
+                let peers_other = place(0, "host1@sim1");
+                assert!(!ends.is_unproved(&peers_other, psn));
             }
-            assert_eq!(ends.is_unproved((0, PATH), Some(8)), !other);
+            assert_eq!(ends.is_unproved(&here, Some(8)), !other);
         }
     }
 
     #[test]
-    fn an_end_is_forgotten_once_its_proof_is_given_whenever_that_is() {
+    fn an_end_moves_until_it_is_in_error_and_what_was_posted_on_it_is_back() {
         let (_fabric, context) = device();
         let mut ends = Ends::default();
-        let (early, late) = (proof(&context), proof(&context));
-        early.give();
-        over(&mut ends, 1, Some(1), &early);
+        let here = place(0, PATH);
+        let [quiet, late] = [proof(&context), proof(&context)];
+        quiet.give();
+        quiet.drained();
+        over(&mut ends, 1, Some(1), &quiet);
+        assert!(ends.proof(&here, 1).is_none());
         over(&mut ends, 2, Some(2), &late);
-        assert!(!ends.is_unproved((0, PATH), Some(1)));
-        assert_eq!(ends.moves(2), Some(0));
-        assert_eq!(ends.over_of(|path| path == PATH), [2]);
+        assert!(ends.is_unproved(&here, Some(2)) && moving(&ends) == 1);
+        late.drained();
+        assert!(
+            ends.is_unproved(&here, Some(2)),
+            "the peer's may come still"
+        );
+        assert_eq!(moving(&ends), 1);
+        let other = proof(&context);
+        other.give();
+        over(&mut ends, 3, Some(3), &other);
+        assert!(!ends.is_unproved(&here, Some(3)), "the peer's cannot come");
+        assert_eq!(moving(&ends), 2, "ours may be under way");
+        assert!(ends.proof(&here, 3).is_some_and(|proof| !proof.is_quiet()));
         late.give();
-        assert_eq!(ends.moves(2), None);
-        assert!(!ends.is_unproved((0, PATH), None));
-        assert!(ends.over.is_empty());
+        other.drained();
+        assert_eq!(moving(&ends), 0);
+        assert!(!ends.is_unproved(&here, None));
     }
 
     #[test]
-    fn what_is_posted_on_an_end_moves_until_it_has_drained() {
+    fn all_that_move_are_known_and_those_that_do_not_are_forgotten() {
+        const MANY: usize = 5000;
         let (_fabric, context) = device();
         let mut ends = Ends::default();
-        let proof = proof(&context);
-        ends.begin(1, (0, PATH), Some(1), proof.clone());
-        proof.give();
-        assert_eq!(
-            ends.moves(1),
-            Some(0),
-            "in ERR, and work of ours is not back"
-        );
-        proof.drained();
-        assert_eq!(ends.moves(1), None);
-        let drained_only = Proof {
-            stopped: Arc::default(),
-            ..proof
-        };
-        ends.begin(2, (0, PATH), Some(2), drained_only);
-        assert_eq!(ends.moves(2), Some(0), "the peer's may come still");
+        let proofs: Vec<_> = (0..MANY).map(|_| proof(&context)).collect();
+        for (key, proof) in proofs.iter().enumerate() {
+            over(&mut ends, key as EndpointKey, Some(1), proof);
+        }
+        assert_eq!(moving(&ends), MANY);
+        for proof in &proofs[1..] {
+            proof.give();
+            proof.drained();
+        }
+        assert_eq!(moving(&ends), 1);
+        // Others come, and all are looked at again before there are twice as many.
+        for key in MANY..3 * MANY {
+            over(&mut ends, key as EndpointKey, Some(1), &proofs[0]);
+        }
+        assert_eq!(moving(&ends), 1 + 2 * MANY);
+        assert_eq!(ends.over_count, 1 + 2 * MANY, "the others are forgotten");
     }
 
     #[test]
     fn a_device_that_is_closed_is_proof_for_all_of_its_ends() {
         let (_fabric, context) = device();
         let mut ends = Ends::default();
-        for key in 0..=OVER_MAX as EndpointKey {
+        let here = place(0, PATH);
+        for key in 0..100 {
             over(&mut ends, key, Some(1), &proof(&context));
         }
         ends.begin(9_999, (0, PATH), Some(1), proof(&context));
-        assert!(ends.is_unproved((0, PATH), Some(1)));
+        assert!(ends.is_unproved(&here, Some(1)));
         let control = context.control().clone();
         drop(context);
         wait_until("the device is closed", || control.is_closed());
-        assert!(!ends.is_unproved((0, PATH), None));
-        assert_eq!(ends.moves(9_999), None);
-        assert!(ends.over.is_empty() && ends.beyond.is_empty());
-    }
-
-    #[test]
-    fn nobody_is_told_too_early_though_there_are_more_ends_than_are_remembered() {
-        let (_fabric, context) = device();
-        let mut ends = Ends::default();
-        let first = proof(&context);
-        for key in 0..2 * OVER_MAX as EndpointKey {
-            over(&mut ends, key, Some(1), &first);
-        }
-        assert_eq!((ends.over.len(), ends.beyond.len()), (OVER_MAX, 1));
-        // Whose end it is is not known any more: it may be anybody's on the NIC.
-        assert!(ends.is_unproved((0, "host2@sim0"), Some(77)));
-        assert!(!ends.is_unproved((1, "host2@sim0"), Some(77)));
-        first.give();
-        assert!(
-            ends.is_unproved((0, PATH), Some(1)),
-            "of the others nothing is known"
-        );
+        assert!(!ends.is_unproved(&here, None));
+        assert_eq!(moving(&ends), 0);
+        assert!(ends.proof(&here, 9_999).is_some_and(Proof::is_quiet));
     }
 }
