@@ -173,8 +173,8 @@ impl Engine {
     ///
     /// [`TransportError::NotRevoked`] after five seconds, as when a device hangs: it names the
     /// NICs. What they were told to stop goes on stopping, and calling again goes on waiting; until
-    /// then the memory must not be reused. [`EngineError::Metadata`] if there is no connection under
-    /// the name itself, and the store cannot tell whether the peer's NIC paths have another.
+    /// then the memory must not be reused. [`EngineError::Metadata`] if no connection has the name
+    /// itself, and the store cannot tell whether the peer's NIC paths have another.
     ///
     /// # Examples
     ///

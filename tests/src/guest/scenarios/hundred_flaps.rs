@@ -1,6 +1,6 @@
-//! After a hundred flaps of a port, under traffic, both processes hold exactly what they held
-//! before: verbs objects, descriptors and threads; and as much memory, but for what an allocator
-//! keeps.
+//! After a hundred flaps of a port, under traffic, both processes hold what they held
+//! before: verbs objects, and no descriptor or thread more; and as much memory, but for what an
+//! allocator keeps.
 //!
 //! "Before" is after some flaps, when whatever is made once is made. Which of the four rails are
 //! connected depends on the traffic: there are exactly the queue pairs of those that are up.
@@ -77,10 +77,10 @@ fn body() -> Result<()> {
     let begin = Instant::now();
     let after = loop {
         let after = lowest(&traffic, &processes, &kernel)?;
-        if after == before {
+        let differs = difference(&before, &after);
+        if differs.is_empty() {
             break after;
         }
-        let differs = difference(&before, &after);
         println!("not yet: {differs}");
         ensure!(begin.elapsed() < SETTLED_WITHIN, "not as before: {differs}");
     };
@@ -179,9 +179,13 @@ fn rails_up(traffic: &Traffic) -> Result<usize> {
     Ok(states.values().filter(|up| **up).count())
 }
 
-/// What differs.
+/// What differs. A process may hold a descriptor or a thread fewer: a connection between the two
+/// that rested before is closed once it has rested long enough.
 fn difference(before: &Held, after: &Held) -> String {
-    let differs = before.iter().filter(|(what, count)| after.get(*what) != Some(count));
+    let differs = before.iter().filter(|(what, count)| match after.get(*what) {
+        Some(now) if what.contains('\'') => now > count,
+        now => now != Some(*count),
+    });
     let lines: Vec<_> = differs
         .map(|(what, count)| format!("{what} {count} -> {:?}", after.get(what)))
         .collect();
