@@ -191,3 +191,47 @@ fn name(state: RailState) -> &'static str {
         RailState::HalfOpen => "half-open",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn what_is_wanted_while_it_is_done_is_done_once_more_by_whoever_does_it() {
+        let (turns, mut done) = (OneAtATime::default(), 0);
+        let (begun, begins) = mpsc::channel();
+        let (go_on, goes_on) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let (turns, done) = (&turns, &mut done);
+            let first = scope.spawn(move || {
+                turns.run(|| {
+                    *done += 1;
+                    begun.send(()).expect("somebody waits");
+                    goes_on.recv().expect("it goes on");
+                });
+            });
+            begins.recv().expect("it begins");
+            for _ in 0..3 {
+                turns.run(|| panic!("another does it"));
+            }
+            go_on.send(()).expect("it waits");
+            begins.recv().expect("once more");
+            go_on.send(()).expect("it waits");
+            first.join().expect("no panic");
+        });
+        assert_eq!(done, 2);
+    }
+
+    #[test]
+    fn one_that_panics_leaves_the_turn_to_others() {
+        let turns = OneAtATime::default();
+        let panics = || turns.run(|| panic!("on purpose"));
+        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics));
+        assert!(caught.is_err());
+        let mut done = false;
+        turns.run(|| done = true);
+        assert!(done);
+    }
+}

@@ -6,6 +6,7 @@
 //! on those of all devices together. Deliberately not here: when something is tried.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,12 +20,14 @@ const HUNG_AFTER: Duration = Duration::from_secs(1);
 /// Openings of one port of a device that may hang: one that was in use, and a try after it.
 const HUNG_MAX: usize = 2;
 
-/// Ports of devices that were never taken in, and hang all the same.
+/// Ports that were never taken in, and hang since a try, at most: no other is tried beyond them.
 const HUNG_STRANGERS_MAX: usize = 16;
 
 /// Openings of one port of a device that are not closed yet.
 #[derive(Debug, Default)]
 pub(super) struct Tries {
+    /// One of its openings was used once.
+    taken_in: AtomicBool,
     open: Mutex<Vec<Try>>,
 }
 
@@ -77,6 +80,7 @@ impl Tries {
 
     /// An opening is used from now on.
     pub(super) fn set_used(&self, control: &ControlThread) {
+        self.taken_in.store(true, Ordering::Release);
         let mut open = self.lock();
         let found = open.iter_mut().find(|known| known.control.is_same(control));
         if let Some(known) = found {
@@ -125,24 +129,25 @@ impl AllTries {
         Arc::clone(self.lock().entry(key).or_default())
     }
 
-    /// Whether one more device may be tried that was not taken in before.
+    /// Whether one more port of `device` may be tried that was not taken in before.
     ///
     /// # Errors
     ///
-    /// Too many hang.
+    /// Too many of those hang since they were tried.
     pub(super) fn check_strangers(&self, device: &str) -> Result<(), TransportError> {
         let all: Vec<_> = self.lock().values().cloned().collect();
-        let hung = all
+        let strangers = all
             .iter()
-            .filter(|tries| tries.hung().contains(&State::Tried));
-        let hung = hung.count();
+            .filter(|tries| !tries.taken_in.load(Ordering::Acquire));
+        let hung = strangers.filter(|tries| !tries.hung().is_empty()).count();
         if hung < HUNG_STRANGERS_MAX {
             return Ok(());
         }
         Err(TransportError::Device {
             device: device.to_owned(),
             reason: format!(
-                "{hung} other devices hang since they were opened; it is tried once they answer"
+                "{hung} ports of new devices hang since they were opened; it is tried once they \
+                 answer: see the kernel's log, and reset them"
             ),
         })
     }
@@ -279,7 +284,10 @@ mod tests {
         hang(&mut openings, 0);
         wait_until("all hang", || all.check_strangers("new").is_err());
         let error = all.check_strangers("new").expect_err("enough threads hang");
-        assert!(error.to_string().contains("16 other devices"), "{error}");
+        assert!(
+            error.to_string().contains("16 ports of new devices"),
+            "{error}"
+        );
         openings.answers.pop();
         wait_until("one has answered", || all.check_strangers("new").is_ok());
     }

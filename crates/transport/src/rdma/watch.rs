@@ -12,15 +12,14 @@
 //! Deliberately not here: what an event means ([`observer`]), and the
 //! record.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crossbeam::queue::SegQueue;
-use rerail_verbs::{Gid, VerbsError};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rerail_verbs::Gid;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 use tokio::runtime;
 
@@ -47,6 +46,7 @@ use crate::machine::{Machine, Time, drive};
 
 mod finder;
 mod hints;
+mod mail;
 mod patience;
 mod read;
 #[cfg(test)]
@@ -54,6 +54,7 @@ mod tests;
 
 pub(super) use finder::Finder;
 use hints::Hints;
+use mail::{LookUnderWay, Mail, Shared};
 use patience::Patience;
 pub(super) use read::{failure, read_port};
 
@@ -117,51 +118,6 @@ pub trait NicListener: Send + Sync {
     }
 }
 
-/// What reaches the thread from others.
-enum Mail {
-    /// A port was read.
-    Read {
-        nic: usize,
-        epoch: u32,
-        read: ReadId,
-        result: Result<observer::PortReading, VerbsError>,
-    },
-    /// A device was opened again, with all memory registered, or was not.
-    Reopened {
-        nic: usize,
-        epoch: u32,
-        /// When it was begun.
-        registered: Registered,
-        result: Result<(), TransportError>,
-    },
-    /// Something suggests that a port, or all, may differ.
-    Hint(Option<LocalNic>),
-    /// A NIC was taken in that was not there at the start, and so were those before it.
-    Appeared(LocalNic),
-    /// The devices of the machine were looked at.
-    Looked,
-}
-
-struct Shared {
-    /// Not bounded by itself: a reading that is out a port, and hints, which are made one by one
-    /// for errors.
-    mail: SegQueue<Mail>,
-    wake: OwnedFd,
-    stop: AtomicBool,
-}
-
-impl Shared {
-    fn send(&self, mail: Mail) {
-        self.mail.push(mail);
-        self.wake();
-    }
-
-    fn wake(&self) {
-        // It fails only when it is full of wakes that are not taken yet.
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-    }
-}
-
 /// The running thread. Stops and is waited for when dropped.
 pub(super) struct Watch {
     shared: Arc<Shared>,
@@ -190,13 +146,7 @@ impl Watch {
         let failed = |error: std::io::Error| TransportError::Thread {
             reason: error.to_string(),
         };
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| failed(errno.into()))?;
-        let shared = Arc::new(Shared {
-            mail: SegQueue::new(),
-            wake,
-            stop: AtomicBool::new(false),
-        });
+        let shared = Arc::new(Shared::new().map_err(failed)?);
         let mut watcher = Watcher::new(parts, Arc::clone(&shared));
         let handle = std::thread::Builder::new()
             .name("observer".into())
@@ -267,7 +217,7 @@ struct Watcher {
     /// It looks.
     looking: bool,
     look_at: Time,
-    /// News of devices came while it looked.
+    /// News of devices came when it began to look, or since.
     look_again: bool,
 }
 
@@ -306,11 +256,8 @@ impl Watcher {
         if self.hints.take(now) {
             self.hint(now, None);
         }
-        if self.hints.take_device(now) {
-            self.look_at = now;
-            self.look_again = true;
-        }
-        due = due.min(self.look(now));
+        let news = self.hints.take_device(now);
+        due = due.min(self.look(now, news));
         while let Some(mail) = self.shared.mail.pop() {
             self.read_mail(now, mail);
         }
@@ -325,22 +272,33 @@ impl Watcher {
         due.min(self.hints.next_timeout().unwrap_or(due))
     }
 
-    /// Has the devices of the machine looked at, when it is time. Returns when it is next.
-    fn look(&mut self, now: Time) -> Time {
+    /// Has the devices of the machine looked at, when it is time or there are `news` of them.
+    /// Returns when it is next.
+    fn look(&mut self, now: Time, news: bool) -> Time {
+        if news {
+            self.look_at = now;
+            let patience = self.entries.iter_mut().map(|entry| &mut entry.patience);
+            // It may be another device by now, which has room.
+            patience.flatten().for_each(|patience| patience.hurry(now));
+        }
         if now >= self.look_at && !self.looking {
             let (finder, shared) = (Arc::clone(&self.finder), Arc::clone(&self.shared));
             (self.looking, self.look_again) = (true, false);
             let runtime = self.parts.runtime.clone();
             // Listing devices takes its time, and what is done with each may hang.
             self.parts.runtime.spawn_blocking(move || {
-                for attempt in finder.look() {
+                let mut look = LookUnderWay::new(&shared);
+                let looked = finder.look();
+                look.gone = looked.gone;
+                for attempt in looked.attempts {
                     let shared = Arc::clone(&shared);
                     let taken = move |nic: Arc<Nic>| shared.send(Mail::Appeared(nic.index()));
                     runtime.spawn_blocking(move || attempt.run(taken));
                 }
-                shared.send(Mail::Looked);
             });
         }
+        // Though it looks just now: a device appears bit by bit.
+        self.look_again |= news;
         if self.looking {
             now + SLEEP_MAX
         } else {
@@ -391,7 +349,16 @@ impl Watcher {
                 result,
             } => self.reopened(now, nic, epoch, registered, result),
             Mail::Appeared(local) => self.appeared(now, local),
-            Mail::Looked => {
+            Mail::Looked { gone } => {
+                let waiting = self
+                    .entries
+                    .iter_mut()
+                    .filter(|entry| entry.waiting.is_some());
+                for entry in waiting.filter(|entry| gone.contains(&entry.nic.index())) {
+                    // It is known of a device that is not there any more. The next try finds that
+                    // out, and from then on the observer waits for another.
+                    entry.patience = None;
+                }
                 self.looking = false;
                 let wait = if std::mem::take(&mut self.look_again) {
                     LOOK_AGAIN

@@ -422,7 +422,7 @@ impl Node {
     pub(super) fn look(&mut self, now: Time, fabric: &Fabric, ids: &[NicId]) -> Vec<String> {
         self.look_at = now + LOOK_EVERY;
         let found = RefCell::new(Vec::new());
-        for attempt in self.finder.look() {
+        for attempt in self.finder.look().attempts {
             attempt.run(|nic| found.borrow_mut().push(nic));
         }
         let (found, drivers) = (found.into_inner(), self.parts.threads.take_drivers());

@@ -20,6 +20,7 @@ use super::patience::Patience;
 use super::{NicListener, Parts};
 use crate::TransportError;
 use crate::event::{Event, Events};
+use crate::machine::ids::LocalNic;
 use crate::rdma::clock::Clock;
 use crate::rdma::config::RdmaConfig;
 use crate::rdma::data_threads::DataThreads;
@@ -78,17 +79,16 @@ impl Finder {
         }
     }
 
-    /// What is wanted and was not there before, each to be tried on a thread of its own. Blocks as
-    /// long as listing the devices takes.
-    pub(in crate::rdma) fn look(self: &Arc<Self>) -> Vec<Attempt> {
+    /// What there is, and is not there any more. Blocks as long as listing the devices takes.
+    pub(in crate::rdma) fn look(self: &Arc<Self>) -> Looked {
         let Some(any) = self.nics.get(0) else {
-            return Vec::new();
+            return Looked::default();
         };
         let devices = match any.relist() {
             Ok(devices) => devices,
             Err(error) => {
                 tracing::debug!(%error, "the devices cannot be listed");
-                return Vec::new();
+                return Looked::default();
             }
         };
         let is_there = |name: &str| devices.find(name).is_some();
@@ -103,7 +103,11 @@ impl Finder {
             device,
             port,
         };
-        due.into_iter().map(attempt).collect()
+        let gone = self.nics.iter().filter(|nic| !is_there(nic.device()));
+        Looked {
+            attempts: due.into_iter().map(attempt).collect(),
+            gone: gone.map(|nic| nic.index()).collect(),
+        }
     }
 
     /// What is to be tried now: one port of a device.
@@ -221,6 +225,15 @@ fn no_room_in_record(name: &str, reason: String) -> TransportError {
         nic: name.to_owned(),
         reason,
     }
+}
+
+/// What a look at the devices of the machine has found; nothing if they could not be listed.
+#[derive(Default)]
+pub(in crate::rdma) struct Looked {
+    /// What is wanted and was not there before, each to be tried on a thread of its own.
+    pub(in crate::rdma) attempts: Vec<Attempt>,
+    /// Own NICs whose devices are not there. One that comes in its place is another.
+    pub(in crate::rdma) gone: Vec<LocalNic>,
 }
 
 /// A port of a device that is to be taken in. Its device is not tried by others before this is

@@ -59,6 +59,11 @@ impl Patience {
         (patience, same.is_none())
     }
 
+    /// Something suggests that the next try may end otherwise: it is due at once.
+    pub(super) fn hurry(&mut self, now: Time) {
+        self.not_before = self.not_before.min(now);
+    }
+
     /// Whether there was no room for all memory.
     pub(super) fn wants_room(&self) -> bool {
         self.too_much.is_some()

@@ -3,8 +3,8 @@
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicUsize;
 
-use rerail_verbs::AsyncEventKind;
 use rerail_verbs::sim::NicOptions;
+use rerail_verbs::{AsyncEventKind, VerbsError};
 
 use super::super::rig::{KIB, Rig, registered, rig, wait_until};
 use super::*;
@@ -299,15 +299,15 @@ fn a_device_is_tried_once_at_a_time_and_only_so_many_are() {
         parts
     };
     let finder = Arc::new(Finder::new(&parts(&[])));
-    let mut attempts = finder.look();
-    assert_eq!((attempts.len(), finder.look().len()), (8, 0));
+    let mut attempts = finder.look().attempts;
+    assert_eq!((attempts.len(), finder.look().attempts.len()), (8, 0));
     drop(attempts.pop());
-    attempts.extend(finder.look());
-    assert_eq!((attempts.len(), finder.look().len()), (8, 0));
+    attempts.extend(finder.look().attempts);
+    assert_eq!((attempts.len(), finder.look().attempts.len()), (8, 0));
     // Two ports of a device one after the other.
     let finder = Arc::new(Finder::new(&parts(&["new0:1", "new0:2", "new1"])));
-    let ports = finder.look();
-    assert_eq!((ports.len(), finder.look().len()), (2, 0));
+    let ports = finder.look().attempts;
+    assert_eq!((ports.len(), finder.look().attempts.len()), (2, 0));
     let nics = transport.nics();
     for attempt in attempts {
         attempt.run(|nic| assert!(!nic.is_gate_open(), "its port was not read yet"));
@@ -327,15 +327,15 @@ fn a_device_that_was_left_out_waits_is_told_of_once_and_is_forgotten_when_it_goe
     let finder = Arc::new(Finder::new(&parts));
     let taken = |_| panic!("it has no room");
     let begin = std::time::Instant::now();
-    for attempt in finder.look() {
+    for attempt in finder.look().attempts {
         attempt.run(taken);
     }
-    let again = finder.look();
+    let again = finder.look().attempts;
     assert!(again.is_empty() || begin.elapsed() >= Duration::from_secs(1));
     drop(again);
     let tried = std::cell::Cell::new(0);
     wait_until("it is tried again", || {
-        for attempt in finder.look() {
+        for attempt in finder.look().attempts {
             attempt.run(taken);
             tried.set(tried.get() + 1);
         }
@@ -344,9 +344,9 @@ fn a_device_that_was_left_out_waits_is_told_of_once_and_is_forgotten_when_it_goe
     assert_eq!(left_out.0.load(Ordering::SeqCst), 1, "told once");
     // What comes in its place is another one, and needs not wait.
     rig.fabric.unplug(small);
-    assert!(finder.look().is_empty());
+    assert!(finder.look().attempts.is_empty());
     device(&rig, "small1", 9, 1_000);
-    for attempt in finder.look() {
+    for attempt in finder.look().attempts {
         attempt.run(drop);
     }
     assert_eq!(transport.nics().len(), 2);
@@ -364,7 +364,7 @@ fn room_in_the_record_is_asked_for_before_a_device_is_opened_and_before_it_is_en
         });
         let listener = Arc::clone(&room) as Arc<dyn NicListener>;
         let finder = Arc::new(Finder::new(&transport.parts(listener, Events::default())));
-        for attempt in finder.look() {
+        for attempt in finder.look().attempts {
             attempt.run(drop);
         }
         assert_eq!(transport.nics().len(), nics, "refused at {first_refused}");
@@ -425,4 +425,82 @@ fn who_is_told_slowly_of_a_new_nic_holds_up_no_registration_while_another_comes(
         is_done.store(true, Ordering::SeqCst);
     });
     wait_until("memory is registered", || done.load(Ordering::SeqCst));
+}
+
+/// A watcher whose rounds the test makes.
+fn watcher(transport: &super::super::RdmaTransport) -> Watcher {
+    let parts = transport.parts(Arc::new(Published::default()), Events::default());
+    let shared = Shared::new().expect("a descriptor");
+    Watcher::new(parts, Arc::new(shared))
+}
+
+/// Has a watcher take the news that its look is over.
+fn end_look(watcher: &mut Watcher, now: Time) {
+    wait_until("it has looked", || !watcher.shared.mail.is_empty());
+    let mail = watcher.shared.mail.pop().expect("news");
+    assert!(matches!(mail, Mail::Looked { .. }));
+    watcher.read_mail(now, mail);
+}
+
+#[test]
+fn it_is_looked_again_soon_after_news_that_came_while_nobody_looked() {
+    let rig = rig(13, 1);
+    let transport = rig.transport(0, "a1");
+    let mut watcher = watcher(&transport);
+    let mut now = watcher.parts.clock.now();
+    watcher.look(now, true);
+    end_look(&mut watcher, now);
+    assert_eq!(watcher.look_at, now + LOOK_AGAIN);
+    now = watcher.look_at;
+    watcher.look(now, false);
+    end_look(&mut watcher, now);
+    assert_eq!(watcher.look_at, now + LOOK_EVERY, "once");
+}
+
+#[test]
+fn a_look_that_panics_is_over() {
+    let shared = Arc::new(Shared::new().expect("a descriptor"));
+    let own = Arc::clone(&shared);
+    let look = std::thread::spawn(move || {
+        let _look = LookUnderWay::new(&own);
+        panic!("on purpose");
+    });
+    assert!(look.join().is_err());
+    assert!(matches!(shared.mail.pop(), Some(Mail::Looked { .. })));
+}
+
+#[test]
+fn a_nic_that_waits_for_room_does_not_wait_once_its_device_may_be_another() {
+    let rig = rig(14, 1);
+    let transport = rig.transport(0, "a1");
+    let nic = &transport.nics()[0];
+    let no_room = || TransportError::NoRoomForMemory {
+        nic: nic.name().to_owned(),
+        bytes: 1,
+        regions: 1,
+        error: VerbsError::Verb {
+            verb: "ibv_reg_mr_iova2",
+            device: "sim0".into(),
+            port: None,
+            errno: 12,
+        },
+    };
+    for is_seen in [false, true] {
+        let mut watcher = watcher(&transport);
+        let now = watcher.parts.clock.now();
+        watcher.reopened(now, 0, 0, Registered::default(), Err(no_room()));
+        watcher.reopen_waiting(now, 0);
+        assert!(watcher.entries[0].waiting.is_some(), "it is too soon");
+        if is_seen {
+            rig.fabric.unplug(rig.hosts[0].1[0]);
+        }
+        watcher.look(now, !is_seen);
+        if is_seen {
+            watcher.look_at = now;
+            watcher.look(now, false);
+            end_look(&mut watcher, now);
+        }
+        watcher.reopen_waiting(now, 0);
+        assert!(watcher.entries[0].waiting.is_none(), "it is tried again");
+    }
 }
