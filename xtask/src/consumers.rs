@@ -1,8 +1,9 @@
 //! `cargo xtask consumers`: each library crate as its users get it.
 //!
-//! For each crate a scratch workspace outside the tree, default features off, that compiles and
-//! runs the first Rust example of the crate's README; then `cargo package`, which builds what would
-//! be published. What only works inside this workspace, thanks to a neighbour's features, fails.
+//! For each crate and each Rust example of its README a scratch project outside the tree, made of
+//! what a reader copies: the block of dependencies before the example, and the example as it stands.
+//! It compiles without a warning and runs. Then `cargo package`, which builds what would be
+//! published. What only works inside this workspace, thanks to a neighbour's features, fails.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,69 +12,37 @@ use anyhow::{Context, Result, ensure};
 
 use crate::{process, workspace};
 
-/// A library crate and what its README's example needs.
-struct Consumer {
-    /// Directory below `crates/`.
-    dir: &'static str,
-    package: &'static str,
-    features: &'static [&'static str],
-    /// Dependencies of the example, by their names in the workspace's table.
-    also: &'static [&'static str],
-}
-
-const CONSUMERS: &[Consumer] = &[
-    Consumer {
-        dir: "verbs",
-        package: "rerail-verbs",
-        features: &[],
-        also: &[],
-    },
-    Consumer {
-        dir: "topology",
-        package: "rerail-topology",
-        features: &[],
-        also: &[],
-    },
-    Consumer {
-        dir: "metadata",
-        package: "rerail-metadata",
-        features: &[],
-        also: &["tokio"],
-    },
-    Consumer {
-        dir: "transport",
-        package: "rerail-transport",
-        features: &[],
-        also: &["rerail-verbs", "tokio"],
-    },
-    Consumer {
-        dir: "engine",
-        package: "rerail-engine",
-        features: &[],
-        also: &["rerail-verbs"],
-    },
-];
+/// Directories of the library crates, below `crates/`.
+const CONSUMERS: &[&str] = &["verbs", "topology", "metadata", "transport", "engine"];
+/// How a README names a checkout.
+const CHECKOUT: &str = "path = \"../rerail/";
 
 /// Runs all of them, then packages the workspace; with `verify` each package is built from what
 /// would be published.
 pub(crate) fn run(verify: bool) -> Result<()> {
     let scratch = Scratch::create()?;
-    for consumer in CONSUMERS {
-        let example = readme_example(consumer)?;
-        let dir = scratch.project(consumer, &example)?;
-        println!(
-            "consumers: {}: the README's example, {:?}",
-            consumer.package, consumer.features
-        );
-        // One target directory for all: they share most dependencies.
-        let mut command = process::cargo();
-        command
-            .current_dir(&dir)
-            .env("CARGO_TARGET_DIR", workspace::target().join("consumers"))
-            .env("RUSTFLAGS", "-D warnings")
-            .args(["run", "--quiet"]);
-        process::run(&mut command)
-            .with_context(|| format!("the README of {} does not hold", consumer.package))?;
+    for name in CONSUMERS {
+        let page = workspace::root()
+            .join("crates")
+            .join(name)
+            .join("README.md");
+        let text = fs::read_to_string(&page).with_context(|| page.display().to_string())?;
+        let examples = examples(&text).with_context(|| page.display().to_string())?;
+        ensure!(!examples.is_empty(), "{} has no example", page.display());
+        for example in &examples {
+            println!("consumers: {name}: the README's line {}", example.line);
+            let dir = scratch.project(name, example)?;
+            // One target directory for all: they share most dependencies.
+            let mut command = process::cargo();
+            command
+                .current_dir(&dir)
+                .env("CARGO_TARGET_DIR", workspace::target().join("consumers"))
+                .env("RUSTFLAGS", "-D warnings")
+                .args(["run", "--quiet"]);
+            process::run(&mut command).with_context(|| {
+                format!("line {} of {} does not hold", example.line, page.display())
+            })?;
+        }
     }
     println!("consumers: cargo package");
     let mut package = process::cargo();
@@ -91,50 +60,56 @@ pub(crate) fn run(verify: bool) -> Result<()> {
     process::run(&mut package)
 }
 
-fn readme_example(consumer: &Consumer) -> Result<String> {
-    let path = workspace::root()
-        .join("crates")
-        .join(consumer.dir)
-        .join("README.md");
-    let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-    first_example(&text).with_context(|| format!("{} has no Rust example", path.display()))
+/// An example of a README, as a reader copies it.
+#[derive(PartialEq, Eq, Debug)]
+struct Example {
+    /// Line of its fence.
+    line: usize,
+    /// The last block of TOML before it.
+    dependencies: String,
+    program: String,
 }
 
-/// The first block of Rust in a page, as a program: as rustdoc does it.
-fn first_example(page: &str) -> Option<String> {
-    let mut lines = page.lines();
-    loop {
-        let fence = lines.by_ref().find(|line| line.starts_with("```"))?;
-        // A block without a language is Rust to rustdoc.
-        if matches!(fence.trim(), "```") || fence.starts_with("```rust") {
-            break;
+/// All examples in Rust of a page.
+fn examples(page: &str) -> Result<Vec<Example>> {
+    let mut found = Vec::new();
+    let mut dependencies = None;
+    let mut lines = (1..).zip(page.lines());
+    while let Some((line, text)) = lines.next() {
+        let Some(language) = text.strip_prefix("```") else {
+            continue;
+        };
+        let block: Vec<&str> = lines
+            .by_ref()
+            .map(|(_, text)| text)
+            .take_while(|text| text.trim() != "```")
+            .collect();
+        let block = block.join("\n") + "\n";
+        if language == "toml" {
+            dependencies = Some(block);
+        } else if language.is_empty() || language.starts_with("rust") {
+            let hidden = |line: &str| line == "#" || line.starts_with("# ");
+            // rustdoc hides them, and every other viewer shows them.
+            ensure!(
+                !block.lines().any(hidden),
+                "line {line}: the example has lines that begin with `# `, which do not compile \
+                 where it is pasted"
+            );
+            ensure!(
+                !block.contains("cfg(feature"),
+                "line {line}: the example depends on a feature of the reader's project"
+            );
+            let dependencies = dependencies
+                .clone()
+                .with_context(|| format!("line {line}: no block of TOML before the example"))?;
+            found.push(Example {
+                line,
+                dependencies,
+                program: block,
+            });
         }
-        lines.by_ref().find(|line| line.trim() == "```")?;
     }
-    let code: Vec<_> = lines
-        .take_while(|line| line.trim() != "```")
-        // rustdoc hides these lines from readers, not from the compiler.
-        .map(|line| {
-            if line.trim() == "#" {
-                ""
-            } else {
-                line.strip_prefix("# ").unwrap_or(line)
-            }
-        })
-        .collect();
-    let body = code.join("\n");
-    if body.contains("fn main(") {
-        return Some(body);
-    }
-    // An example that ends with `Ok::<(), E>(())` may use `?`.
-    Some(if body.trim_end().ends_with("(())") {
-        format!(
-            "fn main() {{\n    fn example() -> Result<(), impl std::fmt::Debug> {{\n{body}\n    }}\n    \
-             example().unwrap();\n}}\n"
-        )
-    } else {
-        format!("fn main() {{\n{body}\n}}\n")
-    })
+    Ok(found)
 }
 
 /// A directory outside the tree, removed with this value.
@@ -150,16 +125,15 @@ impl Scratch {
         Ok(Self { path })
     }
 
-    /// Lays out the project of one consumer.
-    fn project(&self, consumer: &Consumer, example: &str) -> Result<PathBuf> {
+    /// Lays out the project of one example.
+    fn project(&self, name: &str, example: &Example) -> Result<PathBuf> {
         let root = workspace::root();
-        let table = fs::read_to_string(root.join("Cargo.toml"))?;
-        let dir = self.path.join(consumer.dir);
+        let dir = self.path.join(format!("{name}-{}", example.line));
         fs::create_dir_all(dir.join("src"))?;
-        fs::write(dir.join("src/main.rs"), example)?;
+        fs::write(dir.join("src/main.rs"), &example.program)?;
         // The versions that the workspace is tested with.
         fs::copy(root.join("Cargo.lock"), dir.join("Cargo.lock"))?;
-        fs::write(dir.join("Cargo.toml"), manifest(consumer, &root, &table)?)?;
+        fs::write(dir.join("Cargo.toml"), manifest(example, &root))?;
         Ok(dir)
     }
 }
@@ -170,50 +144,51 @@ impl Drop for Scratch {
     }
 }
 
-fn manifest(consumer: &Consumer, root: &Path, table: &str) -> Result<String> {
-    let path = root.join("crates").join(consumer.dir);
-    let mut text = format!(
-        "[package]\nname = \"consumer\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n[workspace]\n\n\
-         [dependencies]\n{} = {{ path = {:?}, default-features = false, features = {:?} }}\n",
-        consumer.package, path, consumer.features
-    );
-    for name in consumer.also {
-        let line = table
-            .lines()
-            .find(|line| line.starts_with(&format!("{name} = ")));
-        let line = line.with_context(|| format!("the workspace does not declare {name}"))?;
-        // Neighbours are named by paths within the tree.
-        let crates = format!("path = \"{}/crates/", root.display());
-        text.push_str(&line.replace("path = \"crates/", &crates));
-        text.push('\n');
-    }
-    ensure!(path.is_dir(), "{} is not there", path.display());
-    Ok(text)
+fn manifest(example: &Example, root: &Path) -> String {
+    let here = format!("path = \"{}/", root.display());
+    format!(
+        "[package]\nname = \"consumer\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n[workspace]\n\n{}",
+        example.dependencies.replace(CHECKOUT, &here)
+    )
 }
 
 #[cfg(test)]
 mod tests {
-    use super::first_example;
+    use super::examples;
 
     #[test]
-    fn the_first_rust_block_becomes_a_program() {
-        let page =
-            "# X\n```sh\nls\n```\n```rust\n# use a::B;\n#\nlet x = 1;\n```\n```rust\nno\n```\n";
-        let program = first_example(page).expect("an example");
-        assert_eq!(program, "fn main() {\nuse a::B;\n\nlet x = 1;\n}\n");
+    fn each_rust_block_is_taken_as_it_stands_with_the_dependencies_before_it() {
+        let page = "# X\n```sh\nls\n```\n```toml\n[dependencies]\na = \"1\"\n```\n```rust\nfn main() {}\n```\n\
+                    ```toml\nb\n```\n```rust,no_run\n#![allow(a)]\nfn main() { f() }\n```\n";
+        let found = examples(page).expect("two");
+        let found: Vec<_> = found
+            .iter()
+            .map(|example| (example.line, &*example.dependencies, &*example.program))
+            .collect();
         assert_eq!(
-            first_example("```rust,no_run\nfn main() {}\n```\n").expect("one"),
-            "fn main() {}"
+            found,
+            [
+                (9, "[dependencies]\na = \"1\"\n", "fn main() {}\n"),
+                (15, "b\n", "#![allow(a)]\nfn main() { f() }\n"),
+            ]
         );
-        assert!(
-            first_example("```rust\nf()?;\n# Ok::<(), E>(())\n```\n")
-                .expect("one")
-                .contains("example()")
-        );
-        assert_eq!(first_example("```sh\nls\n```\n"), None);
-        assert_eq!(
-            first_example("```sh\nls\n```\nText.\n```\n# fn main() {\nf();\n# }\n```\n"),
-            Some("fn main() {\nf();\n}".into())
-        );
+    }
+
+    #[test]
+    fn what_does_not_work_where_it_is_pasted_is_refused() {
+        for (page, why) in [
+            ("```rust\nfn main() {}\n```\n", "no block of TOML"),
+            (
+                "```toml\n```\n```rust\n# fn main() {\n# }\n```\n",
+                "begin with",
+            ),
+            (
+                "```toml\n```\n```rust\n#[cfg(feature = \"sim\")]\nfn main() {}\n```\n",
+                "a feature of the reader's",
+            ),
+        ] {
+            let error = examples(page).expect_err(why).to_string();
+            assert!(error.contains(why), "{error}");
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! `cargo xtask demo`: a metadata store, a target and an initiator as processes on this machine.
 //!
-//! Over TCP it needs nothing but Rust and runs in seconds; with `--soft-roce` the same three run in
-//! the guest, over real verbs. Faults are deliberately not shown here but by `rerail demo`.
+//! Over TCP it needs Rust and a C linker, and runs in seconds once it is built; with `--soft-roce`
+//! the same three run in the guest, over real verbs. Faults are deliberately not shown here but by
+//! the guest's scenarios (`cargo xtask guest`).
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
@@ -53,7 +54,7 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode> {
     if args.soft_roce {
         return in_guest();
     }
-    println!("demo: building the program; nothing but Rust is needed");
+    println!("demo: building the program; Rust and a C linker are needed");
     let mut build = process::cargo();
     build.args([
         "build",

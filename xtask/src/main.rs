@@ -39,7 +39,7 @@ enum Task {
     Setup,
     /// Run a command in the soft-RoCE guest: four RDMA devices on two emulated hosts.
     Vm(guest::VmArgs),
-    /// Move and verify data between processes on this machine. Needs nothing but Rust.
+    /// Move and verify data between processes on this machine. Needs Rust and a C linker.
     Demo(demo::DemoArgs),
     /// Run the scenarios that need real verbs devices, in one boot of the guest.
     Guest(guest::ScenarioArgs),

@@ -1,4 +1,5 @@
-#![doc = include_str!("../README.md")]
+// As tests its examples need the simulator: without it they are not collected.
+#![cfg_attr(any(feature = "sim", not(doctest)), doc = include_str!("../README.md"))]
 // Without a backend no device can exist, and the compiler sees that most of the safe layer is never
 // reached. It stays compiled, so that what is built upon it needs no `cfg`.
 #![cfg_attr(

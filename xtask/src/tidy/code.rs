@@ -112,7 +112,7 @@ fn has_head(text: &str) -> bool {
         .find(|line| !line.is_empty() && !line.starts_with("#!["));
     first.is_some_and(|line| line.starts_with("//!"))
         // The head of a crate may be its README.
-        || text.contains("#![doc = include_str!(")
+        || text.contains("doc = include_str!(")
 }
 
 /// Whether `word` stands in `line` with no identifier character just before or after it.
