@@ -7,6 +7,7 @@
 mod commands;
 mod failure;
 mod process_list;
+mod variables;
 
 use std::process::ExitCode;
 
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         return failure::report(&error);
     }
     process_list::warn_of_secrets(std::env::args());
+    variables::warn_of_unknown();
     match cli.command.run() {
         Ok(code) => code,
         Err(error) => failure::report(&error),

@@ -253,7 +253,8 @@ impl Engine {
         let local = local.near(in_use.region().near());
         let config = &self.inner.config.rdma;
         let now = self.inner.clock.now();
-        let deadline = now + timeout.unwrap_or(config.transfer_timeout);
+        let limit = timeout.unwrap_or(config.transfer_timeout);
+        let deadline = now + limit;
         let (remote, revision) = segment.span(remote_addr, length)?;
         let spec = TransferSpec {
             peer: Arc::clone(segment.peer()),
@@ -269,6 +270,7 @@ impl Engine {
                 Route::Tcp(_) => tcp::SLICING,
             },
             cut_off: config.limits.cut_off_at(now, deadline),
+            limit,
         };
         Ok((spec, in_use, revision))
     }

@@ -111,6 +111,16 @@ pub enum EngineError {
         /// What is wrong.
         cause: DocumentError,
     },
+    /// A server of this engine could not listen.
+    #[error("{what}: {reason}")]
+    Listen {
+        /// The server.
+        what: &'static str,
+        /// The system's error: a port or address in use, or one that is not of this machine.
+        kind: std::io::ErrorKind,
+        /// The range of ports, and the system's words.
+        reason: String,
+    },
     /// The operating system refused something.
     #[error("{what}: {reason}")]
     System {
@@ -147,6 +157,7 @@ impl EngineError {
             | Self::TooManyRequests { .. }
             | Self::NoTransport { .. }
             | Self::Record { .. }
+            | Self::Listen { .. }
             | Self::System { .. } => false,
         }
     }

@@ -15,6 +15,7 @@ mod publication;
 mod room;
 mod segment;
 mod service;
+pub mod settings;
 #[cfg(test)]
 mod shy;
 mod tcp;

@@ -45,8 +45,9 @@ impl TcpSide {
             regions.clone(),
             runtime,
         )
-        .map_err(|error| EngineError::System {
+        .map_err(|error| EngineError::Listen {
             what: "the TCP data server cannot be started",
+            kind: error.kind(),
             reason: error.to_string(),
         })?;
         Ok(Self { server, regions })
@@ -230,7 +231,7 @@ impl TcpPeer {
             match outcome.await.unwrap_or(Err(Failure::Closed)) {
                 Ok(()) => transfer.complete(slice),
                 Err(failure) => {
-                    let error = self.error(failure);
+                    let error = self.error(failure, spec.limit);
                     if matches!(error, TransferError::Unfenced { .. }) {
                         // One is enough.
                         let _ = tether.unfenced.set(error.clone());
@@ -242,7 +243,7 @@ impl TcpPeer {
         }
     }
 
-    fn error(&self, failure: Failure) -> TransferError {
+    fn error(&self, failure: Failure, limit: Duration) -> TransferError {
         let (peer, cause) = (self.name.clone(), failure.to_string());
         match failure {
             Failure::Rejected {
@@ -258,7 +259,17 @@ impl TcpPeer {
             _ if failure.is_unfenced() => TransferError::Unfenced { peer, cause },
             Failure::Closed => TransferError::Closed,
             Failure::Canceled { .. } => TransferError::Canceled,
-            _ => TransferError::Deadline { peer, cause },
+            Failure::Deadline {
+                peer: place,
+                attempts,
+                cause,
+                ..
+            } => TransferError::Deadline {
+                limit,
+                peer,
+                cause: format!("{cause} (attempt {attempts} at {place})"),
+            },
+            _ => TransferError::Deadline { limit, peer, cause },
         }
     }
 }
@@ -336,6 +347,7 @@ mod tests {
             length: LENGTH,
             slicing: SLICING,
             cut_off: clock.now() + time,
+            limit: time,
         };
         let told = Arc::new(Told(Notify::new()));
         let transfer = Transfer::new(spec, Arc::clone(&told) as Arc<dyn OnFinished>);

@@ -1,7 +1,12 @@
 //! Errors of the transports.
 
+use std::time::Duration;
+
 use rerail_topology::SettingError;
 use rerail_verbs::VerbsError;
+
+/// Where users set the time limit of transfers.
+const TIMEOUT_VARIABLE: &str = "MC_TRANSFER_TIMEOUT";
 
 /// Why a transfer failed. It is reported only once no work of the transfer can touch memory any
 /// more.
@@ -9,8 +14,14 @@ use rerail_verbs::VerbsError;
 #[non_exhaustive]
 pub enum TransferError {
     /// The deadline passed.
-    #[error("not finished within its time limit towards {peer}; last trouble: {cause}")]
+    #[error(
+        "not finished within its time limit of {} s ({TIMEOUT_VARIABLE}, or the request's own) \
+         towards {peer}; last trouble: {cause}",
+        .limit.as_secs_f64()
+    )]
     Deadline {
+        /// The time limit.
+        limit: Duration,
         /// Name of the peer's segment.
         peer: String,
         /// The last thing that went wrong on a rail to it.

@@ -1,5 +1,6 @@
 //! `rerail bench`: how fast bytes move, and whether they are the right ones.
 
+mod advice;
 mod initiator;
 mod options;
 mod pattern;
@@ -17,7 +18,8 @@ use clap::Subcommand;
     after_help = "Examples:\n  \
                   rerail bench target --metadata P2PHANDSHAKE --name here --advertise 10.0.0.1\n  \
                   rerail bench initiator --metadata P2PHANDSHAKE --name there \\\n\x20     \
-                  --segment 10.0.0.1:15428 --operation write --block-size 65536 --duration 10 --verify"
+                  --segment 10.0.0.1:15428 --operation write --block-size 65536 --duration 10 --verify\n\n\
+                  Settings are variables such as MC_TRANSFER_TIMEOUT; crates/engine/README.md has the table of all."
 )]
 pub(crate) struct Args {
     #[command(subcommand)]

@@ -27,7 +27,13 @@ use crate::failure::{self, Failure, ResultExt as _};
     rerail gids                                  every port of this machine\n  \
     rerail gids --device mlx5_0 --port 1 --json  one port, for a program\n  \
     rerail gids --device mlx5_0 --peer 10.62.1.7 which row suits that peer\n  \
-    rerail gids --table report.json              a table from somewhere else")]
+    rerail gids --table report.json              a table from somewhere else\n\n\
+    The form of a table in a file (also in crates/cli/README.md), where netdevs, config, each type,\n\
+    ndev, addrs and up may be left out:\n  \
+    {\"device\": \"mlx5_0\", \"port\": 1, \"link_layer\": \"Ethernet\", \"gid_tbl_len\": 256,\n   \
+    \"entries\": [{\"index\": 3, \"gid\": \"::ffff:10.20.2.72\", \"type\": \"RoCE v2\", \"ndev\": \"eth0\"}],\n   \
+    \"netdevs\": [{\"name\": \"eth0\", \"addrs\": [\"10.20.2.72/26\"], \"up\": true}],\n   \
+    \"config\": {\"gid_subnets\": [\"10.20.0.0/16\"]}}")]
 pub(crate) struct Args {
     /// Only this device.
     #[arg(long, value_name = "NAME")]
@@ -73,7 +79,7 @@ fn show(args: &Args) -> Result<ExitCode> {
     if let Some(path) = &args.table {
         let file = TableFile::read(path).or_fail(
             format!("no GID table in {}", path.display()),
-            "correct the file; see `rerail gids --help` and the README for its form",
+            "correct the file; its form is at the end of `rerail gids --help`",
         )?;
         let table = file.table();
         if args

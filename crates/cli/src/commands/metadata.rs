@@ -12,7 +12,7 @@ use rerail_metadata::{Change, Follow, MetadataStore, Record, StoreOptions, Store
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::failure::ResultExt as _;
+use crate::failure::{Failure, ResultExt as _};
 
 #[cfg(feature = "server")]
 mod serve;
@@ -110,6 +110,8 @@ impl Store {
     }
 }
 
+/// What to do about a key that is not there.
+const KEY_REMEDY: &str = "check key and prefix with `metadata list`";
 /// What to do about an operation that failed.
 const REMEDY: &str = "check that the store is up and reachable, and the credentials";
 
@@ -133,10 +135,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 async fn get(store: &Store, key: &str) -> anyhow::Result<ExitCode> {
-    let record = store.open().await?.get(key).await.or_fail(
-        format!("cannot get {key}"),
-        "check key and prefix with `metadata list`",
-    )?;
+    let record = store.open().await?.get(key).await.map_err(|error| {
+        let remedy = if error.is_not_found() {
+            KEY_REMEDY
+        } else {
+            REMEDY
+        };
+        let failure = Failure::new(format!("cannot get {key}"), remedy);
+        anyhow::Error::from(error).context(failure)
+    })?;
     let mut out = io::stdout().lock();
     if store.json {
         writeln!(out, "{}", as_json(&record))?;
@@ -191,6 +198,7 @@ async fn rm(store: &Store, keys: &[String]) -> anyhow::Result<ExitCode> {
         } else if !existed {
             let key = shown(key);
             writeln!(io::stderr().lock(), "rerail: no record under {key}")?;
+            writeln!(io::stderr().lock(), "  what to do: {KEY_REMEDY}")?;
         }
     }
     Ok(if all {

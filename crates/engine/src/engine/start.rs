@@ -55,8 +55,9 @@ impl Engine {
             Arc::new(Shared(Arc::clone(&service))),
             runtime.handle(),
         )
-        .map_err(|error| EngineError::System {
+        .map_err(|error| EngineError::Listen {
             what: "the RPC server cannot be started",
+            kind: error.kind(),
             reason: error.to_string(),
         })?;
         let port = server.port();

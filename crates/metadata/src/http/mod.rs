@@ -275,7 +275,13 @@ impl Inner {
             .filter(|character| !character.is_control())
             .take(REASON_CHARS_MAX)
             .collect();
-        let reason = format!("status {}: {words}", answer.status.as_u16());
+        let reason = match answer.status {
+            // Absent records have a meaning for most operations, which never come here.
+            StatusCode::NOT_FOUND => "nothing is served at this path (status 404): the URLs of \
+                                      these servers end in /metadata"
+                .to_owned(),
+            status => format!("status {}: {words}", status.as_u16()),
+        };
         match answer.status {
             StatusCode::PAYLOAD_TOO_LARGE => MetadataError::TooLarge {
                 store,

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use redb::{Builder, Database, ReadableTable, TableDefinition};
+use redb::{Builder, Database, DatabaseError, ReadableTable, TableDefinition};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
@@ -169,8 +169,11 @@ impl Disk {
                 Some(database) => Ok(database),
                 None => builder.open(&path),
             };
-            let database = database.map_err(|error| {
-                format!("cannot open {FILE}: {error}; if it is damaged, {MEND_BY_HAND}")
+            let database = database.map_err(|error| match error {
+                DatabaseError::DatabaseAlreadyOpen => {
+                    format!("cannot open {FILE}: another server uses it")
+                }
+                error => format!("cannot open {FILE}: {error}; if it is damaged, {MEND_BY_HAND}"),
             })?;
             let (records, revision) = load(&database, expected, table, now)?;
             let (identity, length) = look_at(&path)?;

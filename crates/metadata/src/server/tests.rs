@@ -325,7 +325,11 @@ fn a_server_that_was_killed_while_it_made_its_file_leaves_nothing_that_hinders_t
             data_dir: Some(dir.path().to_owned()),
             ..ServerOptions::default()
         };
-        MetadataServer::open(options).expect_err("it is in use");
+        let error = MetadataServer::open(options).expect_err("it is in use");
+        assert!(
+            error.to_string().contains("another server uses it"),
+            "{error}"
+        );
         drop(server);
         on_disk(dir.path());
     }

@@ -250,6 +250,7 @@ impl<'a> Move<'a> {
             length,
             slicing: self.own.config().slicing,
             cut_off: self.own.clock().now() + self.time,
+            limit: self.time,
         };
         let finish = Arc::new(Finish::default());
         (self.own.submit(spec, finish.clone()), finish)

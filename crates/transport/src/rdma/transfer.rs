@@ -10,6 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::time::Duration;
 
 use crossbeam::queue::SegQueue;
 use rerail_verbs::RdmaOpcode;
@@ -38,6 +39,8 @@ pub struct TransferSpec {
     /// When it is cut off if it is not finished, early enough for its fence to end by its
     /// deadline ([`Limits::cut_off_at`](super::endpoint::Limits::cut_off_at)).
     pub cut_off: Time,
+    /// The time limit that it was given, for the error that it ends with.
+    pub limit: Duration,
 }
 
 /// Who is told that a transfer has finished.
@@ -212,6 +215,7 @@ impl Transfer {
             });
             let cause = troubles.next().unwrap_or_else(|| "none".into());
             self.fail(TransferError::Deadline {
+                limit: self.spec.limit,
                 peer: peer.segment().to_owned(),
                 cause,
             });

@@ -270,10 +270,9 @@ impl Lanes {
                 Ok(stream) => {
                     let stream = &*under_way.insert(stream);
                     let trying = attempt(stream, request, self.version, &self.limits);
-                    let status = timeout_at(request.deadline, trying)
-                        .await
-                        .unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()));
-                    match status {
+                    let status = timeout_at(request.deadline, trying).await;
+                    let was_cut_off = status.is_err();
+                    match status.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())) {
                         Ok(Status::Ok) => {
                             *connection = under_way.take();
                             return Ok(());
@@ -288,12 +287,18 @@ impl Lanes {
                             });
                         }
                         Err(error) => {
-                            cause = error.to_string();
+                            // That the time is over says less than what went wrong before.
+                            if !was_cut_off {
+                                cause = error.to_string();
+                            } else if attempts == 1 {
+                                cause = "the peer did not answer".to_owned();
+                            }
                             failed = Some(error);
                         }
                     }
                 }
-                Err(reason) => cause = reason,
+                Err(reason) if attempts == 1 || Instant::now() < request.deadline => cause = reason,
+                Err(_) => {}
             }
             if let Some(stream) = under_way.take()
                 && request.opcode == Opcode::Write

@@ -12,7 +12,7 @@ use rerail_engine::{Batch, Engine, MemoryOptions, Operation, Request, Segment, S
 use rerail_verbs::HostMemory;
 use serde_json::json;
 
-use super::options::{Common, usage};
+use super::options::{Common, bytes, failed, usage};
 use super::pattern::Pattern;
 use super::report::{Outcome, Report, Tally};
 use crate::failure::ResultExt as _;
@@ -48,8 +48,7 @@ pub(super) struct Args {
     #[arg(long, value_enum, default_value = "read")]
     operation: Direction,
     /// Bytes of a request
-    #[arg(long, value_name = "BYTES", default_value = "65536",
-        value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    #[arg(long, value_name = "BYTES", default_value = "65536", value_parser = bytes)]
     block_size: u64,
     /// Requests that are submitted together
     #[arg(long, value_name = "N", default_value = "128",
@@ -80,10 +79,12 @@ pub(super) struct Args {
 pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let events = args.common.events()?;
     let engine = args.common.engine(&events)?;
-    let segment = engine.open_segment(&args.segment).or_fail(
-        format!("segment {} cannot be opened", args.segment),
-        "start the target first, and give what it prints (without a store: its rpc=HOST:PORT)",
-    )?;
+    let segment = engine.open_segment(&args.segment).map_err(|error| {
+        let what = format!("segment {} cannot be opened", args.segment);
+        let remedy =
+            "start the target first, and give what it prints (without a store: its rpc=HOST:PORT)";
+        failed(error, what, remedy)
+    })?;
     let plan = Plan::new(args, &segment)?;
     // The second half is where bytes are read back to, or written from.
     let halves = if args.verify { 2 } else { 1 };
@@ -99,10 +100,10 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         remote_accessible: false,
         ..MemoryOptions::default()
     };
-    engine.register(&memory, options).or_fail(
-        "the buffer cannot be registered",
-        "raise the limit of locked memory (`ulimit -l unlimited`)",
-    )?;
+    engine.register(&memory, options).map_err(|error| {
+        let remedy = "raise the limit of locked memory (`ulimit -l unlimited`)";
+        failed(error, "the buffer cannot be registered", remedy)
+    })?;
     events.write("started", json!({"segment": args.segment}));
     let tallies = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..args.threads)
@@ -140,7 +141,11 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         None => Ok(ExitCode::SUCCESS),
         Some(error) => Err(usage(
             format!("{} requests failed, the first with: {error}", report.failed),
-            "see the cause; RERAIL_LOG=info tells what became of each rail",
+            if report.has_rails() {
+                "see the cause; RERAIL_LOG=info tells what became of each rail"
+            } else {
+                "see the cause; check that the target still runs, and that its ports can be reached"
+            },
         )),
     }
 }
@@ -177,9 +182,9 @@ impl Plan {
         if areas < args.threads {
             return Err(usage(
                 format!(
-                    "the target offers {offered} bytes, fewer than block size × batch size × \
-                     threads, {area_bytes} × {}",
-                    args.threads
+                    "the target's buffer is too small: {offered} bytes < block size {} × batch \
+                     size {} × threads {}",
+                    args.block_size, args.batch_size, args.threads
                 ),
                 "give the target a larger --buffer-size, or lower one of the three",
             ));

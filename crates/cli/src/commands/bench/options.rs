@@ -6,13 +6,17 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use clap::ValueEnum;
-use rerail_engine::{Engine, EngineConfig, Event, Events, Subscriber, Transport};
+use rerail_engine::{Engine, EngineConfig, EngineError, Event, Events, Subscriber, Transport};
 use rerail_transport::machine::Time;
 use rerail_verbs::DeviceList;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 
+use super::advice;
 use crate::failure::{Failure, ResultExt as _};
+
+/// Most bytes of a buffer or block.
+const BYTES_MAX: u64 = 1 << 40;
 
 /// How bytes move.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -29,8 +33,9 @@ pub(super) struct Common {
     /// Metadata store: etcd://, redis://, http://, memory://, or P2PHANDSHAKE for none
     #[arg(long, value_name = "URL")]
     metadata: String,
-    /// Name of the own segment
-    #[arg(long)]
+    /// Name of the own segment. Without a store (P2PHANDSHAKE) peers use its HOST:PORT instead; an
+    /// IP address as the name is then the host that they are told, and a port behind it is ignored
+    #[arg(long, value_parser = segment_name)]
     name: String,
     /// How bytes move (default: rdma, or tcp where MC_FORCE_TCP is set)
     #[arg(long, value_enum)]
@@ -68,10 +73,8 @@ impl Common {
             Transport::Rdma => devices()?,
             _ => DeviceList::default(),
         };
-        Engine::start(config, &devices).or_fail(
-            "the engine cannot be started",
-            "look at the devices with `rdma link`, and at the store's address",
-        )
+        Engine::start(config, &devices)
+            .map_err(|error| failed(error, "the engine cannot be started", "see the cause"))
     }
 
     /// Opens the file of events.
@@ -128,7 +131,7 @@ impl Subscriber for EventLog {
 fn devices() -> anyhow::Result<DeviceList> {
     rerail_verbs::ibv::devices().or_fail(
         "the RDMA devices cannot be listed",
-        "load the kernel modules ib_uverbs and that of the device",
+        "load the kernel modules ib_uverbs and that of the device, or use --protocol tcp",
     )
 }
 
@@ -136,8 +139,32 @@ fn devices() -> anyhow::Result<DeviceList> {
 fn devices() -> anyhow::Result<DeviceList> {
     Err(anyhow::Error::new(Failure::new(
         "this build has no RDMA",
-        "build it with the feature `ibv`",
+        "use --protocol tcp, or build it with the feature `ibv`",
     )))
+}
+
+/// A number of bytes: digits only, so that nobody has to guess whether a `k` is 1 000 or 1 024.
+pub(super) fn bytes(text: &str) -> Result<u64, String> {
+    match text.parse() {
+        Ok(bytes) if (1..=BYTES_MAX).contains(&bytes) => Ok(bytes),
+        _ => Err(format!(
+            "expected a number of bytes in 1..={BYTES_MAX}, in digits alone, such as 65536"
+        )),
+    }
+}
+
+/// The name of the own segment.
+fn segment_name(text: &str) -> Result<String, String> {
+    if text.is_empty() {
+        return Err("expected a name that is not empty".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+/// The error of an operation of the engine, with advice by its kind, or else `remedy`.
+pub(super) fn failed(error: EngineError, what: impl Into<String>, remedy: &str) -> anyhow::Error {
+    let remedy = advice::about(&error, remedy);
+    anyhow::Error::from(error).context(Failure::new(what, remedy))
 }
 
 /// A value that makes no sense together with another.

@@ -121,6 +121,11 @@ struct Rail {
 }
 
 impl Report {
+    /// Over TCP there are none.
+    pub(super) fn has_rails(&self) -> bool {
+        !self.rails.is_empty()
+    }
+
     /// The report of all threads together. `seconds` counts the named operation only.
     pub(super) fn new(tallies: &[Tally], rails: Vec<RailStats>) -> Self {
         let sum = |of: fn(&Tally) -> u64| tallies.iter().map(of).sum::<u64>();

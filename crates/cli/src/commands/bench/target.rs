@@ -8,7 +8,7 @@ use rerail_verbs::HostMemory;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::options::{Common, usage};
+use super::options::{Common, bytes, failed};
 use crate::failure::ResultExt as _;
 
 #[derive(clap::Args)]
@@ -16,24 +16,27 @@ pub(super) struct Args {
     #[command(flatten)]
     common: Common,
     /// Bytes of the buffer that is offered
-    #[arg(long, value_name = "BYTES", default_value = "1073741824")]
-    buffer_size: usize,
+    #[arg(long, value_name = "BYTES", default_value = "1073741824", value_parser = bytes)]
+    buffer_size: u64,
 }
 
 pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    if args.buffer_size == 0 {
-        return Err(usage("--buffer-size is 0", "offer at least one byte"));
-    }
     let events = args.common.events()?;
-    let memory = HostMemory::allocate(args.buffer_size).or_fail(
-        format!("{} bytes cannot be mapped", args.buffer_size),
-        "lower --buffer-size",
-    )?;
+    let memory = usize::try_from(args.buffer_size)
+        .map_err(anyhow::Error::from)
+        .and_then(|length| HostMemory::allocate(length).map_err(anyhow::Error::from))
+        .or_fail(
+            format!("{} bytes cannot be mapped", args.buffer_size),
+            "lower --buffer-size",
+        )?;
     let engine = args.common.engine(&events)?;
-    engine.register(&memory, MemoryOptions::default()).or_fail(
-        "the buffer cannot be registered",
-        "raise the limit of locked memory (`ulimit -l unlimited`), or lower --buffer-size",
-    )?;
+    engine
+        .register(&memory, MemoryOptions::default())
+        .map_err(|error| {
+            let remedy =
+                "raise the limit of locked memory (`ulimit -l unlimited`), or lower --buffer-size";
+            failed(error, "the buffer cannot be registered", remedy)
+        })?;
     // Before anybody is told that we are here, so that no signal is missed.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

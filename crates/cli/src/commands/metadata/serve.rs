@@ -26,8 +26,8 @@ Examples:
   rerail metadata serve
   rerail metadata serve --listen 0.0.0.0:8080 --data-dir /var/lib/rerail --token-file /run/token")]
 pub(super) struct Args {
-    /// Address and port to listen on; port 0 takes a free one.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080")]
+    /// IP address and port to listen on; port 0 takes a free one.
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8080", value_parser = address)]
     listen: SocketAddr,
     /// Directory that keeps the records over restarts; without it they are in memory only.
     #[arg(long, value_name = "DIR")]
@@ -41,6 +41,13 @@ pub(super) struct Args {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+}
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| {
+        "expected an IP address and a port, such as 127.0.0.1:8080, 0.0.0.0:8080 or [::]:8080"
+            .to_owned()
+    })
 }
 
 pub(super) async fn run(args: Args) -> anyhow::Result<ExitCode> {

@@ -210,6 +210,7 @@ impl Rig {
             length,
             slicing: self.config.slicing,
             cut_off: self.now + Duration::from_secs(600),
+            limit: Duration::from_secs(600),
         };
         let transfer = Transfer::new(spec, Arc::new(Finish::default()));
         let work = Work::queue(&transfer, &self.rail(rail), length).expect("not queued yet");

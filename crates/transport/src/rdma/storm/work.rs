@@ -210,6 +210,7 @@ impl World {
             length: bytes as u64,
             slicing: config.slicing,
             cut_off: config.limits.cut_off_at(now, deadline),
+            limit: deadline.saturating_since(now),
         };
         let finish = Finish(id, node.outbox.clone());
         let transfer = Transfer::new(spec, Arc::new(finish));

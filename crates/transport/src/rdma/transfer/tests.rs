@@ -49,6 +49,7 @@ fn transfer(length: u64, local: &[u64], remote: &[u64]) -> (Arc<Transfer>, Arc<C
             fragment_bytes: 25,
         },
         cut_off: Time::from_millis(1_000),
+        limit: Duration::from_secs(3),
     };
     (Transfer::new(spec, count.clone()), count)
 }
