@@ -1,8 +1,8 @@
 //! `cargo xtask consumers`: each library crate as its users get it.
 //!
 //! For each crate and each Rust example of its README a scratch project outside the tree, made of
-//! what a reader copies: the block of dependencies before the example, and the example as it stands.
-//! It compiles without a warning and runs. Then `cargo package`, which builds what would be
+//! what a reader copies: the block of dependencies before the example, and the example as it
+//! stands. It compiles without a warning and runs. Then `cargo package`, which builds what would be
 //! published. What only works inside this workspace, thanks to a neighbour's features, fails.
 
 use std::fs;
