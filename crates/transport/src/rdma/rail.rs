@@ -26,6 +26,9 @@ use crate::machine::rail::{ProbeKind, RailTraits, nominal_bytes_per_s};
 /// read.
 const MEMORY_REFUSED: Duration = Duration::from_secs(60);
 
+/// The same where it is not known whether it was: longer than until a rail is tried again.
+const MEMORY_DOUBTED: Duration = Duration::from_secs(3);
+
 /// A NIC of a peer, as its record describes it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PeerNic {
@@ -582,10 +585,17 @@ impl Rail {
 
     /// A key of the peer's memory was refused.
     pub(super) fn refuse_memory(&self, now: Time) {
-        let until = now + MEMORY_REFUSED;
-        self.peer
-            .memory_refused_until
-            .store(until.as_nanos(), Ordering::Relaxed);
+        self.leave_memory(now + MEMORY_REFUSED);
+    }
+
+    /// A key of the peer's memory may have been refused.
+    pub(super) fn doubt_memory(&self, now: Time) {
+        self.leave_memory(now + MEMORY_DOUBTED);
+    }
+
+    fn leave_memory(&self, until: Time) {
+        let known = &self.peer.memory_refused_until;
+        known.fetch_max(until.as_nanos(), Ordering::Relaxed);
         self.peer.memory.store(None);
     }
 

@@ -26,6 +26,11 @@ impl EndpointTask {
                 self.paths().long_passed(&way);
             }
             let probe = rail.unproved();
+            if probe == Some(ProbeKind::FullMtuRead) && ends_unsaid(cause) {
+                // Its key may be wrong: where both ends read with a wrong key at once, both queue
+                // pairs go to ERR before either is told so. The next probe needs no key.
+                rail.doubt_memory(now);
+            }
             if let (None, Some(gid)) = (probe, self.own_gid()) {
                 self.paths().proved(&way, gid);
             }
@@ -119,5 +124,14 @@ impl EndpointTask {
                 "long packets do not get through: new connections use a shorter path MTU for a while"
             );
         }
+    }
+}
+
+/// Whether an endpoint ended in a way that does not say what became of a probe that was under way.
+fn ends_unsaid(cause: &CloseCause) -> bool {
+    match cause {
+        CloseCause::Event(_) | CloseCause::PeerClosed | CloseCause::PeerRebuilt => true,
+        CloseCause::Failed { status, .. } => verdict(*status) == Verdict::Flushed,
+        _ => false,
     }
 }
