@@ -1,10 +1,22 @@
 //! What a peer is told that asks us to close.
 
 use super::*;
-use crate::rdma::RdmaTransport;
+use crate::rdma::{FenceChange, FenceStep, RdmaEvents, RdmaTransport};
 
 /// Longer than an endpoint waits for a device that hangs before it ends, by much.
 const HANGS: Duration = Duration::from_secs(10);
+
+/// How the fences of endpoints ended.
+#[derive(Default)]
+struct Fences(Mutex<Vec<bool>>);
+
+impl RdmaEvents for Fences {
+    fn fence(&self, change: &FenceChange) {
+        if let FenceStep::Ended { complete } = change.step {
+            self.0.lock().expect("whole").push(complete);
+        }
+    }
+}
 
 fn close_of(offer: &Offer) -> Offer {
     Offer {
@@ -38,6 +50,8 @@ fn an_end_that_could_not_be_stopped_is_closed_for_its_peer_once_it_has_stopped()
     };
     let accepted = rig.runtime.block_on(b.connector().accept(other.clone()));
     accepted.expect("an endpoint");
+    let fences = Arc::new(Fences::default());
+    b.set_events(fences.clone());
     // Whatever `b` says is lost, so that nobody else begins to close.
     rig.wire.loses_closes.store(true, Ordering::SeqCst);
     rig.fabric.hang_control(rig.hosts[1].1[0], HANGS);
@@ -47,6 +61,11 @@ fn an_end_that_could_not_be_stopped_is_closed_for_its_peer_once_it_has_stopped()
         b.connector().endpoints() == 0
     });
     assert_eq!(b.connector().unfenced(), 1);
+    // Neither has stopped, though nothing was posted on the other one.
+    wait_until("the ends of both fences are told", || {
+        fences.0.lock().expect("whole").len() == 2
+    });
+    assert_eq!(*fences.0.lock().expect("whole"), [false, false]);
     let ends = [close_of(&asked), close_of(&other)];
     for close in &ends {
         let answer = told(&rig, &b, close.clone());
