@@ -15,6 +15,22 @@ mod idle;
 mod paths;
 mod revoke;
 
+/// What was said first to connect.
+fn first_asked(rig: &Rig) -> Offer {
+    let carried = rig.wire.carried.lock().expect("whole");
+    let asked = carried.iter().find(|offer| offer.ready_ack == Some(false));
+    asked.expect("it connected").clone()
+}
+
+/// A request to close what was asked for so: it says the packet number again.
+fn close_of(offer: &Offer) -> Offer {
+    Offer {
+        qp_nums: Vec::new(),
+        ready_ack: None,
+        ..offer.clone()
+    }
+}
+
 #[test]
 fn a_connection_that_the_peer_closes_is_made_again_and_no_transfer_fails() {
     let rig = rig(1, 1);
@@ -423,14 +439,7 @@ fn a_close_for_an_endpoint_that_is_closing_is_answered_once_its_queue_pairs_have
     let peer = peer_of(&a, 1, &b);
     let (source, target) = (registered(&a, KIB), registered(&b, KIB));
     Move::all(&a, &peer, &source, &target).run().expect("moved");
-    // What `a` said when it connected; its request to close says the packet number again.
-    let carried = rig.wire.carried.lock().expect("whole").clone();
-    let asked = carried.iter().find(|offer| offer.ready_ack == Some(false));
-    let close = Offer {
-        qp_nums: Vec::new(),
-        ready_ack: None,
-        ..asked.expect("it connected").clone()
-    };
+    let close = close_of(&first_asked(&rig));
     // Whatever `b` says to `a` is lost, so that `a` does not begin to close by itself.
     rig.wire.loses_closes.store(true, Ordering::SeqCst);
     let begin = Instant::now();

@@ -18,14 +18,6 @@ impl RdmaEvents for Fences {
     }
 }
 
-fn close_of(offer: &Offer) -> Offer {
-    Offer {
-        qp_nums: Vec::new(),
-        ready_ack: None,
-        ..offer.clone()
-    }
-}
-
 /// The answer to a request, in words.
 fn told(rig: &Rig, to: &RdmaTransport, offer: Offer) -> String {
     let answer = rig.runtime.block_on(to.connector().accept(offer));
@@ -39,10 +31,7 @@ fn an_end_that_could_not_be_stopped_is_closed_for_its_peer_once_it_has_stopped()
     let peer = peer_of(&a, 1, &b);
     let (source, target) = (registered(&a, KIB), registered(&b, KIB));
     Move::all(&a, &peer, &source, &target).run().expect("moved");
-    // What `a` said when it connected; its request to close says the packet number again.
-    let carried = rig.wire.carried.lock().expect("whole").clone();
-    let asked = carried.iter().find(|offer| offer.ready_ack == Some(false));
-    let asked = asked.expect("it connected").clone();
+    let asked = first_asked(&rig);
     // And a peer whose end was never acknowledged.
     let other = Offer {
         psn: Some(77),
