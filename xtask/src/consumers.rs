@@ -38,6 +38,9 @@ pub(crate) fn run(verify: bool) -> Result<()> {
                 .current_dir(&dir)
                 .env("CARGO_TARGET_DIR", workspace::target().join("consumers"))
                 .env("RUSTFLAGS", "-D warnings")
+                // Nobody debugs them, and nothing is built twice.
+                .env("CARGO_PROFILE_DEV_DEBUG", "false")
+                .env("CARGO_INCREMENTAL", "0")
                 .args(["run", "--quiet"]);
             process::run(&mut command).with_context(|| {
                 format!("line {} of {} does not hold", example.line, page.display())
