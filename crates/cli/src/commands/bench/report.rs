@@ -5,8 +5,10 @@ use std::time::{Duration, Instant};
 use rerail_engine::RailStats;
 use serde::Serialize;
 
-/// Latencies that are kept of a thread; of more, every second one is dropped, again and again.
-const LATENCIES_MAX: usize = 1 << 20;
+/// Latencies that are kept of a thread; of more, every second one is dropped, again and again. Few
+/// enough that the program stays as large as it is, however long it runs, and with at least half of
+/// them enough for the slowest hundredth.
+const LATENCIES_MAX: usize = 1 << 15;
 
 /// What one thread measured.
 #[derive(Debug)]
@@ -43,7 +45,7 @@ impl Tally {
             first_error: None,
             stall: Duration::ZERO,
             last_completion: now,
-            latencies_ns: Vec::new(),
+            latencies_ns: Vec::with_capacity(LATENCIES_MAX),
             keep_every: 1,
         }
     }
@@ -238,6 +240,26 @@ mod tests {
         assert_eq!(tally.first_error.as_deref(), Some("cut off"));
         let report = Report::new(&[tally], Vec::new());
         assert_eq!((report.ops, report.p99_us), (2, 2_000.0));
+    }
+
+    #[test]
+    fn a_long_run_keeps_no_more_latencies_and_the_same_percentiles() {
+        let begin = Instant::now();
+        let mut tally = Tally::new(begin);
+        let room = tally.latencies_ns.capacity();
+        for micros in (0..20 * LATENCIES_MAX as u64).map(|count| 1 + count % 1000) {
+            tally.completed(begin, Duration::from_micros(micros));
+        }
+        assert!(tally.latencies_ns.len() < LATENCIES_MAX);
+        assert_eq!(tally.latencies_ns.capacity(), room, "it never grows");
+        assert_eq!(tally.ops, 20 * LATENCIES_MAX as u64);
+        let report = Report::new(&[tally], Vec::new());
+        assert!((490.0..510.0).contains(&report.p50_us), "{}", report.p50_us);
+        assert!(
+            (980.0..=1000.0).contains(&report.p99_us),
+            "{}",
+            report.p99_us
+        );
     }
 
     #[test]
