@@ -42,6 +42,11 @@ impl Log {
         log.iter().filter(|(_, event)| is(event)).count()
     }
 
+    /// Forgets the events that came so far, and lets go of what they held.
+    pub(crate) fn forget(&self) {
+        drop(std::mem::take(&mut *self.0.lock().expect("whole")));
+    }
+
     /// When the first such event came.
     pub(crate) fn first(&self, is: impl Fn(&Event) -> bool) -> Option<Instant> {
         let log = self.0.lock().expect("whole");
