@@ -1,12 +1,12 @@
 //! The RDMA transport.
 //!
 //! Its invariant: **when a transfer is reported finished (by success, failure, time limit or
-//! cancellation), no work of it can touch memory any more, at either end.** An abandoned attempt is
-//! fenced *locally* once its queue pair is in ERR and drained, and *remotely* once the peer has said
-//! that its end is in ERR or, if the peer cannot be asked, when the time that a packet may live has
-//! passed since. Posting again needs the local fence; finishing needs every abandoned WRITE fenced at
-//! both ends and every abandoned READ locally. If a device hangs beyond the fence's time limit, the
-//! transfer ends as [`Unfenced`](crate::TransferError::Unfenced), and says so.
+//! cancellation), no work of it can touch memory any more, at either end.** An abandoned attempt
+//! is fenced *locally* once its queue pair is in ERR and drained, and *remotely* once the peer has
+//! said that its end is in ERR or, if the peer cannot be asked, when the time that a packet may
+//! live has passed since. Posting again needs the local fence; finishing needs every abandoned
+//! WRITE fenced at both ends and every abandoned READ locally. If a device hangs beyond the fence's
+//! time limit, the transfer ends as [`Unfenced`](crate::TransferError::Unfenced), and says so.
 //!
 //! | module | holds |
 //! |---|---|
