@@ -92,6 +92,8 @@ pub mod publisher;
 pub mod rail;
 pub mod record;
 #[cfg(test)]
+pub(crate) mod seen;
+#[cfg(test)]
 mod tests;
 mod time;
 pub mod verdict;

@@ -4,49 +4,13 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::fault::Fault;
+use crate::machine::seen::Named as _;
 use crate::rdma::inbox::EndpointKey;
 
 /// Everything that a long storm must have seen.
 const EXPECTED: &[(&str, &[&str])] = &[
-    (
-        "fault",
-        &[
-            "port flap",
-            "renumber",
-            "gid moves",
-            "loss",
-            "slow wire",
-            "partition",
-            "lost events",
-            "disturbed events",
-            "hung verbs",
-            "dead device",
-            "lost completion",
-            "failed work",
-            "late packets",
-            "store outage",
-            "store emptied",
-            "store forgets to tell",
-            "store loses an answer",
-            "killed",
-            "frozen",
-            "left",
-            "silent messages",
-            "slow messages",
-            "late work",
-            "late close",
-            "mtu",
-            "pkeys",
-            "broken queue pair",
-            "event without a cause",
-            "cancelled",
-            "visitor",
-            "registered anew",
-            "NIC comes",
-            "NIC goes",
-            "NIC goes and comes back",
-        ],
-    ),
+    ("fault", Fault::NAMES),
     ("nic", &["taken in"]),
     (
         "observer",

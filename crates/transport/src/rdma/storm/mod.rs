@@ -26,6 +26,7 @@ mod actions;
 mod arrivals;
 mod coverage;
 mod failure;
+mod fault;
 mod ledger;
 mod link;
 mod node;

@@ -7,6 +7,7 @@ use crate::TransferError;
 use crate::machine::Machine;
 use crate::machine::peers;
 use crate::machine::publisher;
+use crate::machine::seen::Named as _;
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
@@ -15,6 +16,7 @@ use rerail_verbs::sim::{
 };
 use rerail_verbs::{AsyncEventKind, WcStatus};
 
+use super::fault::Fault;
 use super::ledger::TransferId;
 use super::link::lock;
 use super::node::{Node, name, nic_name};
@@ -111,7 +113,7 @@ impl World {
             0..3 => {
                 self.fabric.port_down(port);
                 self.until(span, End::PortUp(port));
-                "port flap"
+                Fault::PortFlap
             }
             3..5 => {
                 self.fabric.delete_address(port, self.address(host, nic));
@@ -119,7 +121,7 @@ impl World {
                 *last = last.wrapping_add(1).max(1);
                 let pause = ms(rng.random_range(0..40));
                 self.until(pause, End::Address { host, nic });
-                "renumber"
+                Fault::Renumber
             }
             5 => {
                 let address = self.address(host, nic);
@@ -127,7 +129,7 @@ impl World {
                 let filler = IpAddr::from([172, 16, host as u8, rng.random_range(1..250)]);
                 self.fabric.add_address(port, filler);
                 self.until(ms(3), End::AddressAt { host, nic, filler });
-                "gid moves"
+                Fault::GidMoves
             }
             6 => {
                 let link = LinkOptions {
@@ -137,7 +139,7 @@ impl World {
                 if !self.degrade(span, port, link) {
                     return;
                 }
-                "loss"
+                Fault::Loss
             }
             7 => {
                 let egress_delay = ms(rng.random_range(1..1_200));
@@ -148,16 +150,16 @@ impl World {
                 if !self.degrade(span, port, link) {
                     return;
                 }
-                "slow wire"
+                Fault::SlowWire
             }
             8 | 9 => {
                 let guard = self.fabric.partition(&[port], &[far.port(1)]);
                 self.guard(span, guard);
-                "partition"
+                Fault::Partition
             }
             10 => {
                 self.fabric.drop_events(id, rng.random_range(1..4));
-                "lost events"
+                Fault::LostEvents
             }
             11 => {
                 let events = EventOptions {
@@ -173,17 +175,17 @@ impl World {
                 let guard = self.fabric.disturb_events(events);
                 self.guard(span, guard);
                 self.until(span, End::Free(Exclusive::Events));
-                "disturbed events"
+                Fault::DisturbedEvents
             }
             12 => {
                 self.fabric
                     .hang_control(id, ms(rng.random_range(200..5_000)));
-                "hung verbs"
+                Fault::HungVerbs
             }
             13 => {
                 self.fabric.kill_device(id);
                 self.until(span, End::Reset { host, nic });
-                "dead device"
+                Fault::DeadDevice
             }
             14 => {
                 let mut left = 1;
@@ -196,7 +198,7 @@ impl World {
                     }
                 });
                 self.guard(span, guard);
-                "lost completion"
+                Fault::LostCompletion
             }
             15 => {
                 let statuses = [
@@ -217,7 +219,7 @@ impl World {
                     }
                 });
                 self.guard(span, guard);
-                "failed work"
+                Fault::FailedWork
             }
             16 => {
                 let mut count = 0_u32;
@@ -230,28 +232,28 @@ impl World {
                     }
                 });
                 self.guard(span, guard);
-                "late packets"
+                Fault::LatePackets
             }
             17 => {
                 self.store.away = true;
                 self.until(span, End::StoreBack);
-                "store outage"
+                Fault::StoreOutage
             }
             18 => {
                 self.store.empty();
                 self.tell_all(&peers::Input::WatchResync);
                 self.tell_publishers(&publisher::Input::StoreReconnected);
-                "store emptied"
+                Fault::StoreEmptied
             }
             19 => {
                 self.store.silent = true;
                 self.until(span, End::StoreSpeaks);
-                "store forgets to tell"
+                Fault::StoreForgetsToTell
             }
             20 => {
                 self.store.forgets_answers = true;
                 self.until(span, End::StoreRemembers);
-                "store loses an answer"
+                Fault::StoreLosesAnAnswer
             }
             21 => {
                 if self.hosts[host].node.is_none() {
@@ -259,7 +261,7 @@ impl World {
                 }
                 self.kill(host);
                 self.until(span, End::Start(host));
-                "killed"
+                Fault::Killed
             }
             22 => {
                 let Some(node) = self.node(host).filter(|node| !node.frozen) else {
@@ -269,7 +271,7 @@ impl World {
                 let process = node.process;
                 self.fabric.freeze(process);
                 self.until(span, End::Thaw(host));
-                "frozen"
+                Fault::Frozen
             }
             23 => {
                 let now = self.now;
@@ -280,22 +282,22 @@ impl World {
                 self.settle(host);
                 // It goes when the store has let it; should the store be away, it is ended.
                 self.until(span + ms(500), End::Start(host));
-                "left"
+                Fault::Left
             }
             24 => {
                 self.muted.insert((host, other));
                 self.until(span, End::Speak(host, other));
-                "silent messages"
+                Fault::SilentMessages
             }
             25 => {
                 self.fabric.set_netdev_mtu(port, 1_500);
                 self.until(span, End::Mtu(port));
-                "mtu"
+                Fault::Mtu
             }
             26 => {
                 self.fabric.set_pkeys(port, &[0x8001]);
                 self.until(span, End::Pkeys(port));
-                "pkeys"
+                Fault::Pkeys
             }
             27 => {
                 let Some(node) = self.hosts[host].node.as_ref().filter(|node| !node.frozen) else {
@@ -307,7 +309,7 @@ impl World {
                     return;
                 };
                 self.fabric.break_queue_pair(id, number);
-                "broken queue pair"
+                Fault::BrokenQueuePair
             }
             30 | 31 => {
                 // Together with a slow wire: work lands long after its sender has given it up,
@@ -317,7 +319,7 @@ impl World {
                 }
                 self.slow_messages = ms(rng.random_range(10..900));
                 self.until(span, End::Free(Exclusive::Messages));
-                "slow messages"
+                Fault::SlowMessages
             }
             32 | 33 => {
                 // Both at once: what is given up lands late, at a peer that has not heard of it.
@@ -332,7 +334,7 @@ impl World {
                     ..LinkOptions::default()
                 };
                 self.degrade(ms(3_000), port, link);
-                "late work"
+                Fault::LateWork
             }
             34..37 => {
                 // The far end begins to close, and its queue pairs stop later: what the near end
@@ -362,7 +364,7 @@ impl World {
                 });
                 self.guard(ms(100), guard);
                 self.submit_one(other, host, false, ms(2_000), &mut rng);
-                "late close"
+                Fault::LateClose
             }
             29 => {
                 // Only its own transfers would fail by that, and it has none. A registration that
@@ -378,7 +380,7 @@ impl World {
                     self.edit(host, edit);
                 }
                 self.settle(host);
-                "registered anew"
+                Fault::RegisteredAnew
             }
             39 => {
                 // At most one more for each host: rails grow with the square.
@@ -388,20 +390,20 @@ impl World {
                 }
                 self.add_nic(host);
                 self.tell_of_devices(host, &mut rng);
-                "NIC comes"
+                Fault::NicComes
             }
             40 => {
                 if !self.pull_out(host, nic) {
                     return;
                 }
-                "NIC goes"
+                Fault::NicGoes
             }
             41 => {
                 if !self.pull_out(host, nic) {
                     return;
                 }
                 self.until(span, End::Plug { host, nic });
-                "NIC goes and comes back"
+                Fault::NicGoesAndComesBack
             }
             28 => {
                 let kinds = [
@@ -413,7 +415,7 @@ impl World {
                 ];
                 let kind = *kinds.choose(&mut rng).expect("one");
                 self.fabric.raise_event(id, kind, Some(1));
-                "event without a cause"
+                Fault::EventWithoutACause
             }
             _ => {
                 let Some(node) = self.hosts[host].node.as_mut().filter(|node| !node.frozen) else {
@@ -425,9 +427,10 @@ impl World {
                 };
                 node.jobs[&transfer].transfer.fail(TransferError::Canceled);
                 self.settle(host);
-                "cancelled"
+                Fault::Cancelled
             }
         };
+        let kind = kind.name();
         self.coverage.count("fault", kind);
         self.say(
             host,

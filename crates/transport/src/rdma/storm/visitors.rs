@@ -8,8 +8,10 @@ use std::net::IpAddr;
 
 use rerail_verbs::Gid;
 
+use super::fault::Fault;
 use super::node::{config, name, nic_name};
 use super::world::World;
+use crate::machine::seen::Named as _;
 use crate::rdma::Offer;
 
 /// What the server names of visitors begin with. Nobody answers under one.
@@ -60,7 +62,7 @@ impl World {
                 drop(connector.accept(acknowledgement).await);
             }
         });
-        self.coverage.count("fault", "visitor");
+        self.coverage.count("fault", Fault::Visitor.name());
         self.say(host, format_args!("has a visitor on NIC {nic}"));
     }
 }
