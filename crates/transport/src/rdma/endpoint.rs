@@ -39,7 +39,11 @@ pub struct Limits {
     pub connect: Duration,
     /// A passive endpoint waits this long for the ready acknowledgement.
     pub ready_ack: Duration,
-    /// From the transition to ERR until drained; later the queue pairs are destroyed undrained.
+    /// From the order to go to ERR until they are; later the queue pairs are destroyed, which
+    /// follows on the order wherever it hangs.
+    pub error: Duration,
+    /// From ERR until drained; later the queue pairs are destroyed undrained. Flushing takes
+    /// microseconds: what has not come back in this time does not come.
     pub drain: Duration,
     /// From the order to destroy until it is taken for hung (design §6, `fence_max_ms`).
     pub fence: Duration,
@@ -66,7 +70,8 @@ impl Default for Limits {
         Self {
             connect: Duration::from_secs(10),
             ready_ack: Duration::from_secs(10),
-            drain: Duration::from_secs(1),
+            error: Duration::from_secs(1),
+            drain: Duration::from_millis(500),
             fence: Duration::from_secs(1),
             packet_lifetime: Duration::from_secs(2),
             idle: Duration::from_secs(60),

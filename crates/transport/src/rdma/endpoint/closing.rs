@@ -18,7 +18,8 @@ pub(super) struct Closing {
     since: Time,
     /// Queue pairs were handed to the data thread.
     attached: bool,
-    in_error: bool,
+    /// When they were in ERR, or gone.
+    in_error: Option<Time>,
     /// The data thread has had everything back.
     drained: bool,
     /// Since when they are being destroyed.
@@ -43,7 +44,10 @@ impl Closing {
         match (self.destroying, self.locally_fenced) {
             (Some(since), _) if !self.gone => Some(since + limits.fence),
             (_, Some(at)) => Some(at + limits.packet_lifetime),
-            (_, None) => Some(self.since + limits.drain),
+            (_, None) => Some(match self.in_error {
+                Some(at) => at + limits.drain,
+                None => self.since + limits.error,
+            }),
         }
     }
 }
@@ -86,7 +90,7 @@ impl Endpoint {
             cause,
             since: now,
             attached,
-            in_error: false,
+            in_error: None,
             drained: false,
             destroying: None,
             gone: false,
@@ -109,7 +113,7 @@ impl Endpoint {
         let pending = match &mut self.state {
             State::Failing(closing) => {
                 closing.peer_closed |= !confirms;
-                let wait = !closing.in_error;
+                let wait = closing.in_error.is_none();
                 if wait {
                     closing.closers.push(token);
                 }
@@ -127,7 +131,7 @@ impl Endpoint {
         let State::Failing(closing) = &mut self.state else {
             return;
         };
-        closing.in_error = true;
+        closing.in_error.get_or_insert(now);
         let attached = closing.attached;
         for token in std::mem::take(&mut closing.closers) {
             self.act(Action::Refuse(token, CLOSED.into()));
@@ -163,7 +167,7 @@ impl Endpoint {
         closing.locally_fenced.get_or_insert(now);
         closing.gone = true;
         // A destroyed queue pair is as good as one in ERR.
-        closing.in_error = true;
+        closing.in_error.get_or_insert(now);
         let attached = closing.attached;
         for token in std::mem::take(&mut closing.closers) {
             self.act(Action::Refuse(token, CLOSED.into()));

@@ -456,6 +456,17 @@ fn a_queue_pair_that_does_not_drain_is_destroyed_after_the_limit() {
 }
 
 #[test]
+fn work_that_does_not_come_back_flushed_is_waited_for_from_error_on() {
+    let mut endpoint = connected();
+    endpoint.handle(at(100), Input::Close(CloseCause::Broken("stuck".into())));
+    endpoint.handle(at(400), Input::InError);
+    actions(&mut endpoint);
+    assert_eq!(endpoint.next_timeout(), Some(at(900)));
+    endpoint.handle_timeout(at(900));
+    assert_eq!(actions(&mut endpoint), [Action::Destroy]);
+}
+
+#[test]
 fn queue_pairs_that_cannot_be_destroyed_end_unfenced_unless_they_were_drained() {
     for drained in [false, true] {
         let mut endpoint = connected();

@@ -67,6 +67,8 @@ pub(super) struct Ledger {
     pub(super) lost_with_process: u64,
     /// Transfers that ended with an error since the last fault had healed.
     pub(super) failed_since_healed: u64,
+    /// Memory is used again at once, always: nobody watches it.
+    pub(super) unwatched: bool,
 }
 
 impl Ledger {
@@ -231,7 +233,7 @@ impl Ledger {
             let (Some((_, slots)), Some(holds)) = (self.slots.get_mut(&life), holds) else {
                 continue;
             };
-            slots[slot] = if reuse {
+            slots[slot] = if reuse || self.unwatched {
                 Slot::Free
             } else {
                 Slot::Resting {

@@ -21,6 +21,8 @@
 //! ([`turns`]), control threads do one verb at a time and none while their device hangs, and
 //! messages may be late, lost or overtaken. The engine's own layer (records' storage and
 //! subscription, segments, batches) is a stand-in that follows it.
+//!
+//! [`scenarios`] has the same nodes with one fault of choice, where a time or a rate is promised.
 
 mod actions;
 mod arrivals;
@@ -31,6 +33,7 @@ mod ledger;
 mod link;
 mod node;
 mod plan;
+mod scenarios;
 mod shorten;
 mod store;
 mod turns;

@@ -201,14 +201,25 @@ impl World {
         } else {
             FabricOptions::soft_roce(seed)
         };
+        // Few of many, or many of few: rails grow with the square of both.
+        let nodes = rng.random_range(2..=6);
+        let nics = rng.random_range(1..=(12 / nodes as u8).min(4));
+        Self::of(seed, rng, base, nodes, nics)
+    }
+
+    /// Nodes that run, with so many NICs each.
+    pub(super) fn of(
+        seed: u64,
+        rng: SmallRng,
+        base: FabricOptions,
+        nodes: usize,
+        nics: u8,
+    ) -> Self {
         let fabric = Fabric::new(FabricOptions {
             verb_time: VerbTime::Turns,
             packets_per_burst: 4,
             ..base
         });
-        // Few of many, or many of few: rails grow with the square of both.
-        let nodes = rng.random_range(2..=6);
-        let nics = rng.random_range(1..=(12 / nodes as u8).min(4));
         let mut world = Self {
             fabric,
             now: Time::ZERO,
@@ -603,7 +614,7 @@ impl World {
         }
     }
 
-    fn heal(&mut self) {
+    pub(super) fn heal(&mut self) {
         let start = self.now;
         while let Some(ailment) = self.ailment() {
             let spent = self.now.saturating_since(start);
