@@ -21,7 +21,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 pub(crate) use patch::{DIRECTORY, all};
 
-use self::patch::Patch;
+use self::patch::{Catcher, Patch};
 use crate::{process, workspace};
 
 /// The first build has all third-party crates in it.
@@ -55,54 +55,49 @@ pub(crate) fn run(args: &MutantsArgs) -> Result<()> {
         patch.check(&scratch.tree)?;
     }
     scratch.restore()?;
-    let commands: BTreeSet<_> = patches.iter().map(|patch| &patch.tests).collect();
-    for tests in commands {
-        println!("mutants: without a fault: cargo test {}", tests.join(" "));
-        let outcome = scratch.test(tests)?;
+    let catchers: BTreeSet<_> = patches.iter().flat_map(|patch| &patch.catchers).collect();
+    for catcher in catchers {
+        println!("mutants: without a fault: {catcher}");
+        let outcome = scratch.test(catcher)?;
         ensure!(
             outcome.caught_by.is_empty() && !outcome.is_red,
-            "red without a fault: cargo test {}\n{}",
-            tests.join(" "),
+            "red without a fault: {catcher}\n{}",
             outcome.output
         );
-        ensure!(
-            outcome.passed > 0,
-            "no test is named so: cargo test {}",
-            tests.join(" ")
-        );
+        ensure!(outcome.passed > 0, "no test is named so: {catcher}");
     }
     let mut rows = Vec::new();
     for patch in &patches {
-        let begin = Instant::now();
         println!("mutants: {}: {}", patch.name, patch.fault);
         scratch.restore()?;
         patch.apply(&scratch.tree)?;
-        let outcome = scratch
-            .test(&patch.tests)
-            .with_context(|| format!("the mutant {}", patch.name))?;
-        let row = Row {
-            name: &patch.name,
-            verdict: outcome.verdict(),
-            took: begin.elapsed(),
-        };
-        println!("mutants: {row}");
-        rows.push(row);
+        for catcher in &patch.catchers {
+            let begin = Instant::now();
+            let outcome = scratch
+                .test(catcher)
+                .with_context(|| format!("the mutant {}", patch.name))?;
+            let row = Row {
+                name: &patch.name,
+                verdict: outcome.verdict(),
+                took: begin.elapsed(),
+            };
+            println!("mutants: {row}");
+            rows.push(row);
+        }
     }
     println!("\nmutants: caught by");
     rows.iter().for_each(|row| println!("    {row}"));
-    let survivors: Vec<_> = rows
-        .iter()
-        .filter_map(|row| row.verdict.as_ref().err().map(|_| row.name))
-        .collect();
+    let survivors = rows.iter().filter(|row| row.verdict.is_err());
+    let survivors: BTreeSet<_> = survivors.map(|row| row.name).collect();
     if !survivors.is_empty() {
         bail!(
-            "{} of {} mutants are not caught: {}",
+            "{} of {} mutants are not caught by all that should: {}",
             survivors.len(),
-            rows.len(),
-            survivors.join(", ")
+            patches.len(),
+            survivors.into_iter().collect::<Vec<_>>().join(", ")
         );
     }
-    println!("mutants: all {} are caught", rows.len());
+    println!("mutants: all {} are caught", patches.len());
     Ok(())
 }
 
@@ -161,7 +156,7 @@ impl Scratch {
     }
 
     /// Builds, which must go well, and runs the tests.
-    fn test(&self, tests: &[String]) -> Result<Outcome> {
+    fn test(&self, Catcher { tests, env }: &Catcher) -> Result<Outcome> {
         let mut parts = tests.splitn(2, |argument| argument == "--");
         let (cargo, filter) = (parts.next().unwrap_or(&[]), parts.next().unwrap_or(&[]));
         let mut build = self.cargo();
@@ -172,6 +167,7 @@ impl Scratch {
         run.args(["test", "--locked"]).args(cargo).arg("--");
         // One by one, so that one that hangs is the last that is named.
         run.arg("--test-threads=1").args(filter);
+        run.envs(env.iter().map(|(name, value)| (name, value)));
         let (code, output) = process::output_within(&run, TESTED_WITHIN)?;
         Ok(Outcome::of(code, output))
     }

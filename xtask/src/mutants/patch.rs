@@ -4,11 +4,14 @@
 //! fault: what is broken, in words,
 //!   which may go on in lines that are indented
 //! tests: -p rerail-transport --lib -- machine::observer
+//! env: NAME=value ANOTHER=value
 //! diff --git a/crates/… b/crates/…
 //! ```
 //!
-//! `tests` are the arguments of the `cargo test` that must turn red.
+//! `tests` are the arguments of the `cargo test` that must turn red, and `env` is the environment
+//! that it needs beyond ours, if any. More such lines are more catchers: each must turn red.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -27,8 +30,26 @@ pub(crate) struct Patch {
     pub(crate) path: PathBuf,
     /// What is broken.
     pub(crate) fault: String,
+    /// What must turn red, each by itself.
+    pub(crate) catchers: Vec<Catcher>,
+}
+
+/// Tests that must notice a fault.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub(crate) struct Catcher {
     /// Arguments of `cargo test`, and of the test program behind `--`.
     pub(crate) tests: Vec<String>,
+    /// Their environment beyond ours.
+    pub(crate) env: Vec<(String, String)>,
+}
+
+impl fmt::Display for Catcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (name, value) in &self.env {
+            write!(f, "{name}={value} ")?;
+        }
+        write!(f, "cargo test {}", self.tests.join(" "))
+    }
 }
 
 /// All of them, by name.
@@ -53,29 +74,44 @@ pub(crate) fn all(root: &Path) -> Result<Vec<Patch>> {
 }
 
 fn parse(path: &Path, text: &str) -> Result<Patch> {
-    let (mut fault, mut tests) = (String::new(), Vec::new());
+    let (mut fault, mut catchers) = (String::new(), Vec::<Catcher>::new());
     let mut in_fault = false;
     for line in text.lines().take_while(|line| !line.starts_with("diff ")) {
         if let Some(rest) = line.strip_prefix("fault:") {
             rest.trim().clone_into(&mut fault);
         } else if let Some(rest) = line.strip_prefix("tests:") {
-            tests = rest.split_whitespace().map(str::to_owned).collect();
+            let tests: Vec<_> = rest.split_whitespace().map(str::to_owned).collect();
+            ensure!(!tests.is_empty(), "`tests:` names none");
+            let env = Vec::new();
+            catchers.push(Catcher { tests, env });
+        } else if let Some(rest) = line.strip_prefix("env:") {
+            let catcher = catchers
+                .last_mut()
+                .context("`env:` stands behind no `tests:`")?;
+            for word in rest.split_whitespace() {
+                let set = word.split_once('=');
+                let (name, value) = set.with_context(|| format!("`{word}` is not NAME=value"))?;
+                catcher.env.push((name.to_owned(), value.to_owned()));
+            }
         } else if line.starts_with(' ') && in_fault {
             fault.push(' ');
             fault.push_str(line.trim());
         } else if !line.is_empty() {
-            bail!("`{line}` is neither `fault:`, `tests:`, nor an indented line behind `fault:`");
+            bail!(
+                "`{line}` is neither `fault:`, `tests:`, `env:`, nor an indented line behind \
+                 `fault:`"
+            );
         }
         in_fault = line.starts_with("fault:") || in_fault && line.starts_with(' ');
     }
     ensure!(!fault.is_empty(), "the header has no `fault:`");
-    ensure!(!tests.is_empty(), "the header has no `tests:`");
+    ensure!(!catchers.is_empty(), "the header has no `tests:`");
     let name = path.file_stem().unwrap_or_default();
     Ok(Patch {
         name: name.to_string_lossy().into_owned(),
         path: path.to_owned(),
         fault,
-        tests,
+        catchers,
     })
 }
 
@@ -119,16 +155,23 @@ mod tests {
 
     #[test]
     fn a_header_is_read_up_to_the_diff() {
-        let text = "fault: a b\n  c\ntests: -p x --lib -- y\ndiff --git a/z b/z\nfault: no\n";
+        let text = "fault: a b\n  c\ntests: -p x --lib -- y\ntests: -p z\nenv: A=1 B=c=d\n\
+                    diff --git a/z b/z\nfault: no\n";
         let patch = parse(Path::new("mutants/some-fault.patch"), text).expect("it is well-formed");
         assert_eq!(patch.name, "some-fault");
         assert_eq!(patch.fault, "a b c");
-        assert_eq!(patch.tests, ["-p", "x", "--lib", "--", "y"]);
+        let [one, other] = &patch.catchers[..] else {
+            panic!("two lines of tests: {:?}", patch.catchers);
+        };
+        assert_eq!(one.to_string(), "cargo test -p x --lib -- y");
+        assert_eq!(other.to_string(), "A=1 B=c=d cargo test -p z");
         for bad in [
             "",
             "fault: a\ndiff\n",
             "tests: a\n",
             "fault: a\nb\ntests: c\n",
+            "fault: a\nenv: B=1\ntests: c\n",
+            "fault: a\ntests: c\nenv: B\n",
         ] {
             parse(Path::new("a.patch"), bad).expect_err(bad);
         }

@@ -28,6 +28,8 @@ use crate::machine::{Machine, Time};
 
 mod action;
 mod closing;
+#[cfg(test)]
+pub(super) mod states;
 
 pub use action::{Action, CloseCause, Input, LocalEnds, Offer, PeerEnds, Token, UNREACHABLE};
 pub use closing::CLOSED;
@@ -164,14 +166,6 @@ impl Endpoint {
         self.state == State::Closed
     }
 
-    /// The state that it is in, in a word.
-    #[cfg(test)]
-    pub(super) fn state_name(&self) -> String {
-        let text = format!("{:?}", self.state);
-        let end = text.find(|c: char| !c.is_alphanumeric());
-        text[..end.unwrap_or(text.len())].to_owned()
-    }
-
     /// Why it is being closed; `None` before and after.
     pub fn close_cause(&self) -> Option<&CloseCause> {
         match &self.state {
@@ -200,13 +194,19 @@ impl Endpoint {
         told.or_else(early).or_else(recorded)
     }
 
+    fn go(&mut self, to: State) {
+        #[cfg(test)]
+        crate::machine::seen::follows_on(&self.state, &to);
+        self.state = to;
+    }
+
     fn act(&mut self, action: Action) {
         self.actions.push_back(action);
     }
 
     fn open(&mut self) {
         if self.state == State::New {
-            self.state = State::Preparing;
+            self.go(State::Preparing);
             self.act(Action::Prepare);
         }
     }
@@ -222,7 +222,7 @@ impl Endpoint {
                 if let Some((token, offer)) = self.early.take() {
                     self.accept(now, token, offer);
                 } else {
-                    self.state = State::Offered;
+                    self.go(State::Offered);
                     let offer = self.offer(Some(false));
                     self.act(Action::Ask(offer));
                 }
@@ -246,7 +246,7 @@ impl Endpoint {
 
     fn raise(&mut self, peer: PeerEnds) {
         self.peer = Some(peer.clone());
-        self.state = State::Raising;
+        self.go(State::Raising);
         self.act(Action::Raise(peer));
     }
 
@@ -268,9 +268,9 @@ impl Endpoint {
         } else if self.answered {
             self.acknowledge();
         } else {
-            self.state = State::AwaitingReadyAck {
+            self.go(State::AwaitingReadyAck {
                 until: now + self.limits.ready_ack,
-            };
+            });
         }
     }
 
@@ -286,13 +286,13 @@ impl Endpoint {
     }
 
     fn acknowledge(&mut self) {
-        self.state = State::Acknowledging;
+        self.go(State::Acknowledging);
         let offer = self.offer(Some(true));
         self.act(Action::Acknowledge(offer));
     }
 
     fn connected(&mut self) {
-        self.state = State::Connected;
+        self.go(State::Connected);
         self.act(Action::Attach);
     }
 

@@ -24,6 +24,8 @@ mod gid;
 mod io;
 mod port;
 #[cfg(test)]
+pub(crate) mod states;
+#[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -166,6 +168,12 @@ impl Observer {
         self.counters
     }
 
+    fn go(&mut self, to: ContextState) {
+        #[cfg(test)]
+        super::seen::follows_on(&self.state, &to);
+        self.state = to;
+    }
+
     fn event(&mut self, now: Time, event: AsyncEvent) {
         self.counters.events += 1;
         match meaning(event) {
@@ -231,7 +239,7 @@ impl Observer {
 
     fn wait_to_reopen(&mut self, now: Time) {
         let until = now + self.reopen.next_wait(&mut self.rng);
-        self.state = ContextState::Waiting { until };
+        self.go(ContextState::Waiting { until });
     }
 
     /// Whether an input is of the context as it is; counts it as stale if not.
@@ -288,7 +296,7 @@ impl Machine for Observer {
             }
             Input::Reopened { epoch } => {
                 if self.current(epoch, false) {
-                    self.state = ContextState::Alive;
+                    self.go(ContextState::Alive);
                     for watch in self.ports.values_mut() {
                         watch.reopened(now, &mut self.out);
                     }
@@ -308,7 +316,7 @@ impl Machine for Observer {
             ContextState::Opening => {}
             ContextState::Waiting { until } => {
                 if now >= until {
-                    self.state = ContextState::Opening;
+                    self.go(ContextState::Opening);
                     self.out.push_back(Action::Reopen { epoch: self.epoch });
                 }
             }

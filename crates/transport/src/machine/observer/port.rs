@@ -15,7 +15,7 @@ use crate::machine::time::earliest;
 
 /// Where the reading of a port stands.
 #[derive(Clone, PartialEq, Eq, Debug)]
-enum Phase {
+pub(super) enum Phase {
     /// Nothing is asked.
     Idle,
     /// A reading is out.
@@ -77,6 +77,12 @@ impl PortWatch {
         self.gate_open
     }
 
+    fn go(&mut self, to: Phase) {
+        #[cfg(test)]
+        crate::machine::seen::follows_on(&self.phase, &to);
+        self.phase = to;
+    }
+
     /// Closes the gate if it is open. Nothing is asked before this.
     pub(super) fn close_gate(&mut self, cause: CloseCause, out: &mut VecDeque<Action>) {
         self.sticky_unread = true;
@@ -111,10 +117,8 @@ impl PortWatch {
         self.reads += 1;
         self.dirty = false;
         self.sticky_unread = false;
-        self.phase = Phase::Reading {
-            number: self.reads,
-            since: now,
-        };
+        let number = self.reads;
+        self.go(Phase::Reading { number, since: now });
         out.push_back(Action::ReadPort(ReadId {
             port: self.port,
             number: self.reads,
@@ -157,7 +161,7 @@ impl PortWatch {
 
     /// The context died: nothing is asked until it is open again.
     pub(super) fn context_dead(&mut self) {
-        self.phase = Phase::Dead;
+        self.go(Phase::Dead);
         self.dirty = false;
         self.attempts = 0;
         self.gid.port_down();
@@ -198,14 +202,12 @@ impl PortWatch {
         if !matches!(self.phase, Phase::Reading { number: waited, .. } if waited == number) {
             return false;
         }
-        self.phase = Phase::Idle;
         let settle = match result {
             Err(failure) if self.attempts < cfg.read_retries => {
                 tracing::debug!(port = self.port, %failure, "reading a port again");
                 self.attempts += 1;
-                self.phase = Phase::Retry {
-                    at: now + cfg.read_retry_wait,
-                };
+                let at = now + cfg.read_retry_wait;
+                self.go(Phase::Retry { at });
                 return true;
             }
             Err(failure) => {
@@ -214,6 +216,7 @@ impl PortWatch {
             }
             Ok(reading) => self.conclude(now, &reading, cfg, out),
         };
+        self.go(Phase::Idle);
         self.attempts = 0;
         let healthy = self.gate_open && !self.failed;
         let recheck = if healthy {

@@ -136,6 +136,18 @@ impl Entry {
         }
     }
 
+    pub(super) fn set_fetch(&mut self, to: Fetch) {
+        #[cfg(test)]
+        crate::machine::seen::follows_on(&self.fetch, &to);
+        self.fetch = to;
+    }
+
+    pub(super) fn set_subscription(&mut self, to: Subscription) {
+        #[cfg(test)]
+        crate::machine::seen::follows_on(&self.subscription, &to);
+        self.subscription = to;
+    }
+
     pub(super) fn judge(&self, record: &PeerRecord) -> Judgement {
         let identity = Identity::of(record);
         if let Identity::Instance(instance) = identity

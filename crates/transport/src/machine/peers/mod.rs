@@ -19,6 +19,8 @@
 mod entry;
 mod io;
 #[cfg(test)]
+pub(crate) mod states;
+#[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -154,10 +156,8 @@ impl Peers {
             Fetch::Idle | Fetch::At(_) => {
                 self.next_ticket += 1;
                 let ticket = self.next_ticket;
-                entry.fetch = Fetch::Out {
-                    ticket,
-                    until: now + self.config.answer_timeout,
-                };
+                let until = now + self.config.answer_timeout;
+                entry.set_fetch(Fetch::Out { ticket, until });
                 entry.cooldown_until = now + self.config.cooldown;
                 self.tickets.insert(ticket, name.to_owned());
                 self.out.push_back(Action::Fetch {
@@ -176,8 +176,8 @@ impl Peers {
         match entry.fetch {
             Fetch::Out { .. } => entry.again = true,
             Fetch::Idle | Fetch::At(_) if now >= entry.cooldown_until => self.fetch(now, name),
-            Fetch::Idle => entry.fetch = Fetch::At(entry.cooldown_until),
-            Fetch::At(at) => entry.fetch = Fetch::At(at.min(entry.cooldown_until)),
+            Fetch::Idle => entry.set_fetch(Fetch::At(entry.cooldown_until)),
+            Fetch::At(at) => entry.set_fetch(Fetch::At(at.min(entry.cooldown_until))),
         }
     }
 
@@ -190,7 +190,10 @@ impl Peers {
             self.ignored += 1;
             return false;
         }
-        match entry.judge(&record) {
+        let judgement = entry.judge(&record);
+        #[cfg(test)]
+        super::seen::happened("judgement", &judgement);
+        match judgement {
             Judgement::Retired => {
                 self.ignored += 1;
                 return false;
@@ -242,7 +245,8 @@ impl Peers {
                 parting,
             });
         }
-        let had = std::mem::replace(&mut entry.subscription, Subscription::None);
+        let had = entry.subscription;
+        entry.set_subscription(Subscription::None);
         entry.subscribe_backoff.reset();
         if matches!(had, Subscription::Asked { .. } | Subscription::Up { .. }) {
             self.out.push_back(Action::Unsubscribe {
@@ -262,12 +266,12 @@ impl Peers {
         if entry.subscription == Subscription::None
             && takes.is_some_and(|member| member.has_feature(PUSH_FEATURE))
         {
-            entry.subscription = Subscription::Asked {
-                until: now + self.config.answer_timeout,
-            };
+            let until = now + self.config.answer_timeout;
+            let descriptor = Arc::clone(&known.descriptor);
+            entry.set_subscription(Subscription::Asked { until });
             self.out.push_back(Action::Subscribe {
                 name: name.to_owned(),
-                descriptor: Arc::clone(&known.descriptor),
+                descriptor,
             });
         }
     }
@@ -281,7 +285,7 @@ impl Peers {
             Subscription::Asked { .. } | Subscription::Up { .. }
         ) {
             let at = now + entry.subscribe_backoff.next_wait(&mut self.rng);
-            entry.subscription = Subscription::Retry { at };
+            entry.set_subscription(Subscription::Retry { at });
             // The peer may have been restarted, or gone.
             self.doubt(now, name);
         }
@@ -297,7 +301,7 @@ impl Peers {
         if !matches!(entry.fetch, Fetch::Out { ticket: out, .. } if out == ticket) {
             return;
         }
-        entry.fetch = Fetch::Idle;
+        entry.set_fetch(Fetch::Idle);
         let outcome = match result {
             Fetched::Found(record) if record.descriptor.name == name => {
                 entry.missing = 0;
@@ -315,10 +319,12 @@ impl Peers {
             Fetched::Unavailable | Fetched::Found(_) => {
                 // The record at hand is kept: it is needed most when the store is away.
                 let at = now + entry.fetch_backoff.next_wait(&mut self.rng);
-                entry.fetch = Fetch::At(at);
+                entry.set_fetch(Fetch::At(at));
                 Refreshed::Unavailable
             }
         };
+        #[cfg(test)]
+        super::seen::happened("reading", &outcome);
         let Some(entry) = self.entries.get_mut(&name) else {
             return;
         };
@@ -327,10 +333,10 @@ impl Peers {
         entry.poll_at = polls.then(|| now + self.config.poll);
         let again = std::mem::take(&mut entry.again);
         if again {
-            entry.fetch = match entry.fetch {
+            entry.set_fetch(match entry.fetch {
                 Fetch::At(at) => Fetch::At(at.max(entry.cooldown_until)),
                 _ => Fetch::At(entry.cooldown_until),
-            };
+            });
         }
         // A reading that was under way when trouble came may be older than the trouble: unless it
         // brought something new, the question is answered by the next.
@@ -357,7 +363,7 @@ impl Peers {
                 .fetch_backoff
                 .next_wait(&mut self.rng)
                 .max(self.config.cooldown);
-        entry.fetch = Fetch::At(at);
+        entry.set_fetch(Fetch::At(at));
         if entry.missing >= self.config.missing_max {
             // Its instance is not retired: a store that lost the record gets it again.
             self.part(name, Parting::Withdrawn);
@@ -433,7 +439,7 @@ impl Peers {
                 self.subscription_lost(now, name);
             }
             Subscription::Retry { at } if at <= now => {
-                entry.subscription = Subscription::None;
+                entry.set_subscription(Subscription::None);
                 self.subscribe(now, name);
             }
             _ => {}
@@ -479,8 +485,8 @@ impl Machine for Peers {
                     let at = now + Duration::from_nanos(self.rng.random_range(0..=spread));
                     match entry.fetch {
                         Fetch::Out { .. } => entry.again = true,
-                        Fetch::At(earlier) => entry.fetch = Fetch::At(earlier.min(at)),
-                        Fetch::Idle => entry.fetch = Fetch::At(at),
+                        Fetch::At(earlier) => entry.set_fetch(Fetch::At(earlier.min(at))),
+                        Fetch::Idle => entry.set_fetch(Fetch::At(at)),
                     }
                 }
             }
@@ -488,7 +494,7 @@ impl Machine for Peers {
                 if let Some(entry) = self.entries.get_mut(&name)
                     && matches!(entry.subscription, Subscription::Asked { .. })
                 {
-                    entry.subscription = Subscription::Up { heard_at: now };
+                    entry.set_subscription(Subscription::Up { heard_at: now });
                     entry.subscribe_backoff.reset();
                     entry.poll_at = None;
                 }

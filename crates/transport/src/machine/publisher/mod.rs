@@ -25,6 +25,8 @@
 
 mod io;
 mod local;
+#[cfg(test)]
+pub(crate) mod states;
 mod subscribers;
 #[cfg(test)]
 mod tests;
@@ -245,6 +247,18 @@ impl Publisher {
         }
     }
 
+    fn go(&mut self, to: Phase) {
+        #[cfg(test)]
+        super::seen::follows_on(&self.phase, &to);
+        self.phase = to;
+    }
+
+    fn set_stored(&mut self, to: Stored) {
+        #[cfg(test)]
+        super::seen::follows_on(&self.stored, &to);
+        self.stored = to;
+    }
+
     fn edit(&mut self, now: Time, edit: Edit) {
         let port = match &edit {
             Edit::Port { local, .. } => Some(*local),
@@ -340,7 +354,7 @@ impl Publisher {
 
     /// Says the last thing. What was to be said before and is not said yet is only in the way.
     fn over(&mut self, last: Action) {
-        self.phase = Phase::Over;
+        self.go(Phase::Over);
         self.errand = None;
         self.out.clear();
         self.out.push_back(last);
@@ -349,13 +363,15 @@ impl Publisher {
     fn answered(&mut self, now: Time, ticket: u64, answer: StoreAnswer) {
         let Some((_, errand, _)) = self.errand.filter(|(waited, ..)| *waited == ticket) else {
             // An answer to a request that was given up. What it did is found by reading.
-            self.stored = Stored::Unknown;
+            self.set_stored(Stored::Unknown);
             return;
         };
         self.errand = None;
+        #[cfg(test)]
+        super::seen::follows_on(&errand, &states::Ending::from(&answer));
         match (errand, answer) {
             (Errand::Write { generation }, StoreAnswer::Written(version)) => {
-                self.stored = version.map_or(Stored::Unknown, Stored::At);
+                self.set_stored(version.map_or(Stored::Unknown, Stored::At));
                 self.written(generation);
             }
             (Errand::Delete, StoreAnswer::Written(_)) => self.over(Action::Left),
@@ -371,7 +387,7 @@ impl Publisher {
                     // The store has lost it, and the location likely with it.
                     self.rpc_meta_due = true;
                 }
-                self.stored = Stored::Absent;
+                self.set_stored(Stored::Absent);
                 self.stored_generation = 0;
             }
             (
@@ -379,7 +395,7 @@ impl Publisher {
                 StoreAnswer::Failed(StoreFailure::Conflict),
             ) => {
                 // Somebody was there before: look who, at once the first time.
-                self.stored = Stored::Unknown;
+                self.set_stored(Stored::Unknown);
                 let wait = self.backoff.next_wait(&mut self.rng);
                 self.wait_until = (self.backoff.attempts() > 1).then(|| now + wait);
             }
@@ -404,7 +420,7 @@ impl Publisher {
     fn found(&mut self, now: Time, record: StoredRecord) {
         self.read_due = false;
         self.plan_read_back(now);
-        self.stored = Stored::At(record.version);
+        self.set_stored(Stored::At(record.version));
         match record.identity {
             // Ours; perhaps of a write whose answer was lost, perhaps rolled back by the store.
             Some((instance, generation)) if instance == self.instance => {
@@ -431,7 +447,7 @@ impl Publisher {
 
     fn trouble(&mut self, now: Time, failure: StoreFailure) {
         // A write that timed out may have happened.
-        self.stored = Stored::Unknown;
+        self.set_stored(Stored::Unknown);
         self.wait_until = Some(now + self.backoff.next_wait(&mut self.rng));
         self.out.push_back(Action::StoreTrouble {
             generation: self.generation,
@@ -474,7 +490,7 @@ impl Machine for Publisher {
             }
             Input::Unsubscribed { subscriber } => self.subscribers.remove(subscriber),
             Input::Leave => {
-                self.phase = Phase::Leaving;
+                self.go(Phase::Leaving);
                 self.wait_until = None;
             }
         }
@@ -488,9 +504,9 @@ impl Machine for Publisher {
         let generation = self.generation;
         self.subscribers
             .handle_timeout(now, generation, &self.config, &mut self.out);
-        if let Some((_, _, until)) = self.errand
-            && until <= now
-        {
+        if self.errand.is_some_and(|(.., until)| until <= now) {
+            #[cfg(test)]
+            states::timed_out(self);
             self.errand = None;
             self.trouble(
                 now,

@@ -116,6 +116,7 @@ impl TestStore {
             (StoreRequest::Swap(expected, _), current) if Some(&expected) != current.as_ref() => {
                 StoreAnswer::Failed(StoreFailure::Conflict)
             }
+            (StoreRequest::Delete(_), None) => StoreAnswer::Failed(StoreFailure::NotFound),
             (StoreRequest::Delete(expected), current) if Some(&expected) != current.as_ref() => {
                 StoreAnswer::Failed(StoreFailure::Conflict)
             }
@@ -203,6 +204,15 @@ impl Rig {
             self.publisher
                 .handle(self.now, Input::Store { ticket, answer });
         }
+    }
+
+    /// What is out is lost, and all that follows is answered; afterwards nothing is again.
+    pub(super) fn is_not_answered(&mut self, is_it: impl Fn(&StoreRequest) -> bool) {
+        let (_, lost) = self.out.take().expect("something is out");
+        assert!(is_it(&lost), "{lost:?}");
+        self.answers = true;
+        self.advance(Duration::from_secs(20));
+        self.answers = false;
     }
 
     pub(super) fn input(&mut self, input: Input) {

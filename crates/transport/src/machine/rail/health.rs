@@ -89,6 +89,13 @@ impl Rail {
         }
     }
 
+    /// Goes on with its proof, or ends it; returns how far it was.
+    pub(super) fn set_proof(&mut self, to: Proof) -> Proof {
+        #[cfg(test)]
+        crate::machine::seen::follows_on(&self.proof, &to);
+        std::mem::replace(&mut self.proof, to)
+    }
+
     /// Whether it carries user work.
     pub(super) fn is_usable(&self) -> bool {
         matches!(self.state, RailState::Up | RailState::Suspect)

@@ -27,6 +27,8 @@ mod health;
 mod io;
 mod proof;
 #[cfg(test)]
+pub(crate) mod states;
+#[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -186,6 +188,8 @@ impl Rails {
         let Some(rail) = self.rails.get_mut(&id) else {
             return;
         };
+        #[cfg(test)]
+        super::seen::follows_on(&rail.state, &to);
         let from = std::mem::replace(&mut rail.state, to);
         if to == RailState::Down && rail.first_cause.is_none() {
             rail.first_cause = Some(cause.clone());

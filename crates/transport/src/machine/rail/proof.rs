@@ -34,7 +34,7 @@ impl Rails {
         if rail.proof != Proof::None {
             return;
         }
-        rail.proof = Proof::Waiting;
+        rail.set_proof(Proof::Waiting);
         self.tickets += 1;
         let step = if rail.connected {
             Step::Probe
@@ -52,7 +52,7 @@ impl Rails {
         let Some(rail) = self.rails.get_mut(&id) else {
             return;
         };
-        match std::mem::replace(&mut rail.proof, Proof::None) {
+        match rail.set_proof(Proof::None) {
             Proof::None => return,
             Proof::Waiting => self.waiting.retain(|(.., other)| *other != id),
             running => {
@@ -98,9 +98,8 @@ impl Rails {
             Step::Probe => self.probe(now, id, ProbeKind::ZeroLengthRead),
             Step::Connect => {
                 if let Some(rail) = self.rails.get_mut(&id) {
-                    rail.proof = Proof::Connecting {
-                        until: now + self.config.connect_timeout,
-                    };
+                    let until = now + self.config.connect_timeout;
+                    rail.set_proof(Proof::Connecting { until });
                     self.out.push_back(Action::Connect { rail: id });
                     self.refile(id);
                 }
@@ -113,11 +112,11 @@ impl Rails {
             return;
         };
         self.probes += 1;
-        rail.proof = Proof::Probing {
+        rail.set_proof(Proof::Probing {
             probe: self.probes,
             kind,
             until: now + self.config.probe_timeout,
-        };
+        });
         self.out.push_back(Action::Probe {
             rail: id,
             probe: self.probes,

@@ -147,8 +147,6 @@ impl EndpointTask {
                 self.act(action).await;
                 self.retire_if_closing();
             }
-            #[cfg(test)]
-            super::super::storm::note_state(self.key, &self.machine);
             if self.machine.is_closed() {
                 break;
             }

@@ -285,6 +285,19 @@ fn assert_about(found: Duration, expected: Duration) {
 }
 
 #[test]
+fn what_a_driver_has_when_it_ends_is_closed() {
+    let mut rig = Rig::new(1, config());
+    let transfers = [rig.write(0, 4), rig.write(0, 4)];
+    rig.driver.step(rig.now);
+    assert!(rig.driver.in_flight() > 0);
+    rig.driver.shut_down();
+    for transfer in transfers {
+        assert!(matches!(transfer.error(), Some(TransferError::Closed)));
+        assert!(transfer.is_finished());
+    }
+}
+
+#[test]
 fn what_is_queued_when_the_gate_closes_is_not_posted_until_it_opens() {
     let mut rig = Rig::new(1, config());
     let transfer = rig.write(0, 4);

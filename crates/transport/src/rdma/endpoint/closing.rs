@@ -65,7 +65,7 @@ impl Endpoint {
         }
         if matches!(self.state, State::New | State::Preparing) {
             // A late `Prepared` finds the endpoint closed, and the driver drops its queue pairs.
-            self.state = State::Closed;
+            self.go(State::Closed);
             self.act(Action::Closed(cause));
             return;
         }
@@ -86,7 +86,7 @@ impl Endpoint {
             };
             self.act(Action::TellPeer(offer));
         }
-        self.state = State::Failing(Closing {
+        self.go(State::Failing(Closing {
             cause,
             since: now,
             attached,
@@ -98,7 +98,7 @@ impl Endpoint {
             peer_closed,
             fenced: false,
             closers: Vec::new(),
-        });
+        }));
     }
 
     /// Whether the peer answers a request to close only once its queue pairs are in ERR or gone.
@@ -210,7 +210,7 @@ impl Endpoint {
             self.advance(now);
         } else {
             let cause = closing.cause.clone();
-            self.state = State::Closed;
+            self.go(State::Closed);
             self.act(Action::Unfenced(cause.to_string()));
             self.act(Action::Closed(cause));
         }
@@ -231,7 +231,7 @@ impl Endpoint {
             self.act(Action::Fenced);
         }
         if gone {
-            self.state = State::Closed;
+            self.go(State::Closed);
             self.act(Action::Closed(cause));
         } else {
             self.destroy(now);

@@ -4,16 +4,18 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::coverage::Asks;
 use super::link::{Message, Outgoing, lock};
 use super::node::{Known, REGION, life_of, matrix, name, number, subscriber};
+use super::plan::Exclusive;
 use super::store::member;
 use super::visitors::is_visitor;
 use super::world::{Coming, Exchange, Host, WIRE, World};
 use crate::TransferError;
 use crate::machine::ids::{LocalNic, PeerId};
-use crate::machine::observer::{self, Outcome};
+use crate::machine::observer::{self, Outcome, ReadFailure};
 use crate::machine::peers::{self, NicChange, Parting, Trouble};
-use crate::machine::publisher::{self, Edit, StoreRequest};
+use crate::machine::publisher::{self, Edit};
 use crate::machine::rail::{LocalGate, NoPath, RailState};
 use crate::machine::{Machine, drive};
 use crate::rdma::driver::Activity;
@@ -25,17 +27,11 @@ use rerail_metadata::descriptor::{Device, SegmentDescriptor};
 /// Rounds of one node at one instant; more means that two of its parts chase each other.
 const ROUNDS_MAX: usize = 2_000;
 
+/// Of readings that fail.
+const EIO: i32 = 5;
+
 /// The shortest time that a verb takes.
 const VERB: Duration = Duration::from_micros(5);
-
-/// The name of a variant, without what is in it.
-pub(super) fn variant(value: &impl std::fmt::Debug) -> String {
-    let text = format!("{value:?}");
-    let end = text
-        .find(|c: char| !c.is_alphanumeric())
-        .unwrap_or(text.len());
-    text[..end].to_owned()
-}
 
 impl World {
     /// Lets a node do all that it can do now.
@@ -196,7 +192,7 @@ impl World {
         };
         let names = node.look(now, &fabric, nics);
         for name in &names {
-            self.coverage.count("nic", "taken in");
+            self.coverage.count("engine", &Asks::TakenIn);
             self.say(host, format_args!("takes in {name}"));
         }
         !names.is_empty()
@@ -204,9 +200,14 @@ impl World {
 
     fn observed(&mut self, host: usize, local: LocalNic, action: observer::Action) {
         let now = self.now;
-        self.coverage.count("observer", variant(&action));
+        self.coverage.count("observer", &action);
+        match &action {
+            observer::Action::CloseGate { cause, .. } => self.coverage.count("gate", cause),
+            observer::Action::ReleaseContext { cause } => self.coverage.count("death", cause),
+            _ => {}
+        }
         if let observer::Action::Report { outcome, .. } = &action {
-            self.coverage.count("observer", variant(outcome));
+            self.coverage.count("outcome", outcome);
             if *outcome != Outcome::Unchanged {
                 let node = self.node(host);
                 let nic = node.map(|node| node.ports[local.0 as usize].nic.name().to_owned());
@@ -214,7 +215,7 @@ impl World {
                 self.say(host, format_args!("{nic} reads {outcome:?}"));
             }
         }
-        let Some(node) = self.node(host) else {
+        let Some(node) = self.hosts[host].node.as_mut() else {
             return;
         };
         let port = &mut node.ports[local.0 as usize];
@@ -226,7 +227,11 @@ impl World {
                     return;
                 };
                 let result = watch::read_port(opening.context(), read.port, 0);
-                let result = result.map_err(|error| watch::failure(&error));
+                let mut result = result.map_err(|error| watch::failure(&error));
+                if self.exclusive.contains(&Exclusive::Reading(port.id)) {
+                    let (query, errno) = ("ibv_query_gid_table", EIO);
+                    result = Err(ReadFailure { query, errno });
+                }
                 let after = self.takes(host, local);
                 let reading = Coming::Reading {
                     nic,
@@ -304,14 +309,14 @@ impl World {
                 self.edit(host, Edit::Rekey { local, keys });
             }
             Outgoing::Recheck(local) => {
-                self.coverage.count("rail", "RecheckLocal");
+                self.coverage.count("engine", &Asks::RecheckLocal);
                 let hint = observer::Input::Hint { port: None };
                 if let Some(node) = self.node(host) {
                     node.ports[local.0 as usize].observer.handle(now, hint);
                 }
             }
             Outgoing::Refresh(name) => {
-                self.coverage.count("rail", "RefreshPeer");
+                self.coverage.count("engine", &Asks::RefreshPeer);
                 let trouble = Trouble::Connection;
                 if let Some(node) = self.node(host) {
                     let input = peers::Input::Trouble { name, trouble };
@@ -320,8 +325,7 @@ impl World {
             }
             Outgoing::Rail(change) => {
                 let (from, to) = (change.from, change.to);
-                self.coverage.count("rail", format!("{from:?} > {to:?}"));
-                self.coverage.count("rail cause", variant(&change.cause));
+                self.coverage.count("rail cause", &change.cause);
                 let (local, peer, cause) = (&change.local, &change.peer, &change.cause);
                 let what = format_args!("{local} - {peer}: {from:?} > {to:?}, {cause}");
                 self.say(host, what);
@@ -349,24 +353,10 @@ impl World {
         let Some(own) = self.node(host).map(|node| node.life) else {
             return;
         };
-        let kind = match &action {
-            publisher::Action::Store { request, .. } => match request {
-                StoreRequest::Create(_) => "Create",
-                StoreRequest::Swap(..) => "Swap",
-                StoreRequest::Read => "Read",
-                StoreRequest::Delete(_) => "Delete",
-                StoreRequest::RpcMeta => "RpcMeta",
-            },
-            publisher::Action::Push { .. } => "Push",
-            publisher::Action::Heartbeat { .. } => "Heartbeat",
-            publisher::Action::DropSubscriber { .. } => "DropSubscriber",
-            publisher::Action::Stored { .. } => "Stored",
-            publisher::Action::StoreTrouble { .. } => "StoreTrouble",
-            publisher::Action::EditRefused(_) => "EditRefused",
-            publisher::Action::Superseded { .. } => "Superseded",
-            publisher::Action::Left => "Left",
-        };
-        self.coverage.count("publisher", kind);
+        self.coverage.count("publisher", &action);
+        if let publisher::Action::Store { request, .. } = &action {
+            self.coverage.count("store", request);
+        }
         match action {
             publisher::Action::Store { ticket, request } => {
                 let pause = self.rng.random_range(500..4_000);
@@ -418,16 +408,15 @@ impl World {
             return;
         };
         let own = node.life;
+        self.coverage.count("peers", &action);
         match action {
             peers::Action::Fetch { ticket, name } => {
-                self.coverage.count("peers", "Fetch");
                 self.later(host, Duration::from_millis(2), Coming::Fetch(ticket, name));
             }
             peers::Action::Subscribe {
                 name: of,
                 descriptor,
             } => {
-                self.coverage.count("peers", "Subscribe");
                 let far = number(&of);
                 let there = self.node(far);
                 let there = there.map(|node| lock(&node.publisher).instance());
@@ -470,7 +459,6 @@ impl World {
                 generation,
                 ..
             } => {
-                self.coverage.count("peers", "Acknowledge");
                 let subscriber = subscriber(own);
                 let input = publisher::Input::Acknowledged {
                     subscriber,
@@ -483,7 +471,7 @@ impl World {
                 name: of,
                 parting,
             } => {
-                self.coverage.count("peers", "Retired");
+                self.coverage.count("parting", &parting);
                 self.say(host, format_args!("retires {of}"));
                 self.part(host, peer, of, parting);
             }
@@ -493,15 +481,13 @@ impl World {
                 descriptor,
                 nics,
             } => {
-                self.coverage.count("peers", "Updated");
                 for (_, change) in &nics {
-                    self.coverage.count("peers", variant(change));
+                    self.coverage.count("peer's NIC", change);
                 }
                 let generation = member(&descriptor).map(|member| member.generation);
                 self.updated(host, &of, peer, &nics, generation);
             }
             peers::Action::Refreshed { name: of, .. } => {
-                self.coverage.count("peers", "Refreshed");
                 if let Some(peer) = node.peers.peer(&of) {
                     self.refreshed(host, peer);
                 }

@@ -37,6 +37,8 @@ words! {
         Cancelled = "cancelled",
         Visitor = "visitor",
         RegisteredAnew = "registered anew",
+        UnreadablePort = "unreadable port",
+        PeerClosed = "peer closed",
         NicComes = "NIC comes",
         NicGoes = "NIC goes",
         NicGoesAndComesBack = "NIC goes and comes back",

@@ -50,20 +50,12 @@ use failure::{Cut, Failure};
 pub(super) use turns::{Hand, Turns};
 use world::{Run, World};
 
-use super::endpoint::{Action, Endpoint};
+use super::endpoint::Action;
 use super::inbox::EndpointKey;
 
 /// What an endpoint is about to do.
 pub(super) fn note_action(key: EndpointKey, action: &Action) {
-    coverage::note(key, "order", actions::variant(action));
-    if let Action::Closed(cause) = action {
-        coverage::note(key, "close", actions::variant(cause));
-    }
-}
-
-/// What has become of an endpoint.
-pub(super) fn note_state(key: EndpointKey, machine: &Endpoint) {
-    coverage::note(key, "endpoint", machine.state_name());
+    coverage::note(key, action);
 }
 
 /// Seeds that run with the other tests; `cargo xtask sim` runs more.
@@ -133,6 +125,8 @@ fn whatever_happens_nothing_is_wrong_and_everything_heals() {
     }
     let failed: Vec<_> = failures.iter().map(|failure| failure.seed).collect();
     assert!(failed.is_empty(), "failing seeds: {failed:?}");
+    let unlisted = all.unlisted();
+    assert!(unlisted.is_empty(), "in no list: {unlisted:?}");
     let missing = all.missing();
     assert!(
         seeds.len() < COMPLETE_FROM || missing.is_empty(),

@@ -12,7 +12,7 @@ use rand::Rng as _;
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
 use rerail_verbs::sim::{
-    EventOptions, FaultGuard, LinkOptions, PacketVerdict, PortId, WorkVerdict,
+    EventOptions, FaultGuard, LinkOptions, NicId, PacketVerdict, PortId, WorkVerdict,
 };
 use rerail_verbs::{AsyncEventKind, WcStatus};
 
@@ -26,6 +26,8 @@ use super::world::{Coming, World};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum Exclusive {
     Link(PortId),
+    /// Readings of the port fail.
+    Reading(NicId),
     Events,
     Messages,
 }
@@ -38,6 +40,16 @@ pub(super) enum End {
     Reset {
         host: usize,
         nic: usize,
+    },
+    /// A device dies, and is reset some time later.
+    Dies {
+        host: usize,
+        nic: usize,
+    },
+    /// A peer is of interest again.
+    Open {
+        host: usize,
+        peer: usize,
     },
     Plug {
         host: usize,
@@ -207,6 +219,7 @@ impl World {
                     WcStatus::RemOpErr,
                     WcStatus::RetryExcErr,
                     WcStatus::LocLenErr,
+                    WcStatus::LocProtErr,
                 ];
                 let status = *statuses.choose(&mut rng).expect("one");
                 let mut left = 1;
@@ -382,6 +395,43 @@ impl World {
                 self.settle(host);
                 Fault::RegisteredAnew
             }
+            37 => {
+                if !self.exclusive.insert(Exclusive::Reading(id)) {
+                    return;
+                }
+                // Most of them are read when they are tried again.
+                let span = ms(*[6, 12, span.as_millis() as u64]
+                    .choose(&mut rng)
+                    .expect("one"));
+                self.until(span, End::Free(Exclusive::Reading(id)));
+                self.fabric
+                    .raise_event(id, AsyncEventKind::GidChange, Some(1));
+                if rng.random_bool(0.3) {
+                    let after = ms(rng.random_range(1..8));
+                    self.until(after, End::Dies { host, nic });
+                    self.until(after + ms(500), End::Reset { host, nic });
+                }
+                Fault::UnreadablePort
+            }
+            38 => {
+                // What is asked of it would end with it.
+                let now = self.now;
+                let (segment, node) = (name(other), self.node(host));
+                let Some(node) = node.filter(|node| !node.frozen) else {
+                    return;
+                };
+                let Some(peer) = node.peers.peer(&segment) else {
+                    return;
+                };
+                if node.jobs.values().any(|job| job.peer == peer) {
+                    return;
+                }
+                let close = peers::Input::Close { name: segment };
+                node.peers.handle(now, close);
+                self.settle(host);
+                self.until(span, End::Open { host, peer: other });
+                Fault::PeerClosed
+            }
             39 => {
                 // At most one more for each host: rails grow with the square.
                 let host_of = &self.hosts[host];
@@ -430,8 +480,8 @@ impl World {
                 Fault::Cancelled
             }
         };
+        self.coverage.count("fault", &kind);
         let kind = kind.name();
-        self.coverage.count("fault", kind);
         self.say(
             host,
             format_args!("fault {number}: {kind} on NIC {nic}, for {span:?}"),
@@ -483,6 +533,11 @@ impl World {
                 }
             }
             End::Reset { host, nic } => self.fabric.reset_device(self.hosts[host].nics[nic]),
+            End::Dies { host, nic } => self.fabric.kill_device(self.hosts[host].nics[nic]),
+            End::Open { host, peer } => {
+                let open = peers::Input::Open { name: name(peer) };
+                self.later(host, Duration::ZERO, Coming::Peers(open));
+            }
             End::Plug { host, nic } => {
                 let of = &mut self.hosts[host];
                 of.out.remove(&nic);

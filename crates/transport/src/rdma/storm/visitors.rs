@@ -11,7 +11,6 @@ use rerail_verbs::Gid;
 use super::fault::Fault;
 use super::node::{config, name, nic_name};
 use super::world::World;
-use crate::machine::seen::Named as _;
 use crate::rdma::Offer;
 
 /// What the server names of visitors begin with. Nobody answers under one.
@@ -40,12 +39,14 @@ impl World {
         let address = IpAddr::from([10, from as u8, nic as u8, self.hosts[from].addresses[nic]]);
         self.order += 1;
         let number = self.order;
+        // Peers of before the acknowledgement post as soon as they are answered.
+        let acknowledges = (host + nic).is_multiple_of(2);
         let offer = Offer {
             local_path: format!("{VISITOR}{number}@{}", nic_name(0)),
             peer_path: format!("{}@{}", name(host), nic_name(nic as u32)),
             gid: Some(Gid::from_ip(address)),
             qp_nums: (QP_NUM..).take(config().qp_per_endpoint as usize).collect(),
-            ready_ack: Some(false),
+            ready_ack: acknowledges.then_some(false),
             psn: Some(number as u32 & 0xff_ffff),
             ..Offer::default()
         };
@@ -55,14 +56,14 @@ impl World {
         let connector = node.connector.clone();
         node.turns.spawn(async move {
             let answer = connector.accept(offer.clone()).await;
-            if answer.is_ok() {
+            if answer.is_ok() && acknowledges {
                 let ready_ack = Some(true);
                 let acknowledgement = Offer { ready_ack, ..offer };
                 // It is dead.
                 drop(connector.accept(acknowledgement).await);
             }
         });
-        self.coverage.count("fault", Fault::Visitor.name());
+        self.coverage.count("fault", &Fault::Visitor);
         self.say(host, format_args!("has a visitor on NIC {nic}"));
     }
 }

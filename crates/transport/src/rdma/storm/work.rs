@@ -8,7 +8,7 @@ use rand::rngs::SmallRng;
 use rerail_metadata::descriptor::SegmentDescriptor;
 use rerail_verbs::RdmaOpcode;
 
-use super::actions::variant;
+use super::coverage::Luck;
 use super::ledger::{Flight, SLOT_BYTES, TransferId};
 use super::link::Finish;
 use super::node::{Job, Node, config, name};
@@ -18,6 +18,7 @@ use crate::TransferError;
 use crate::machine::Machine;
 use crate::machine::ids::PeerId;
 use crate::machine::peers::{self, Trouble};
+use crate::machine::seen::Named;
 use crate::rdma::slice::{Piece, Span};
 use crate::rdma::transfer::{Transfer, TransferSpec};
 
@@ -114,7 +115,7 @@ impl World {
         let finish = Finish(id, node.outbox.clone());
         job.transfer = Transfer::new(spec, Arc::new(finish));
         node.router.route(Arc::clone(&job.transfer));
-        self.coverage.count("end", "reposted");
+        self.coverage.count("transfer", &Luck::Reposted);
         true
     }
 
@@ -126,18 +127,21 @@ impl World {
         let own = node.life;
         let job = node.jobs.remove(&id).expect("it is reported once");
         let is_fenced = !matches!(error, Some(TransferError::Unfenced { .. }));
-        let how = error.as_ref().map_or("success".to_owned(), variant);
+        let how = error.as_ref().map_or(Luck::Success.name(), Named::name);
         if error.is_none() {
             assert_eq!(job.transfer.transferred_bytes(), job.flight.bytes as u64);
         }
         if job.transfer.retried_slices() > 0 {
-            self.coverage.count("end", "after another attempt");
+            self.coverage.count("transfer", &Luck::Retried);
         }
         self.say(host, format_args!("reports {id:?}: {how}"));
         if !self.faults_on && !matches!(error, None | Some(TransferError::Canceled)) {
-            self.coverage.count("end", format!("{how} after the storm"));
+            self.coverage.count("transfer", &Luck::Late);
         }
-        self.coverage.count("end", how);
+        match &error {
+            None => self.coverage.count("transfer", &Luck::Success),
+            Some(error) => self.coverage.count("end", error),
+        }
         let reuse = self.rng.random_bool(0.5);
         let success = error.is_none();
         self.ledger.report(now, own, id, success, is_fenced, reuse);

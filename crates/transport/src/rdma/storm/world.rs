@@ -187,6 +187,7 @@ impl World {
         world.heal();
         world.all_pairs_transfer();
         world.leave_nothing();
+        world.coverage.take_in();
         Run {
             fabric: world.fabric.trace_digest(),
             coverage: std::mem::take(&mut world.coverage),
@@ -354,11 +355,8 @@ impl World {
     /// Takes in what a node's endpoints noted.
     pub(super) fn take_notes(&mut self, host: usize) {
         for note in super::coverage::take_notes() {
-            if note.group == "order" {
-                let what = format_args!("endpoint {}: {}", note.endpoint, note.name);
-                self.say(host, what);
-            }
-            self.coverage.count(note.group, note.name);
+            let what = format_args!("endpoint {}: {}", note.endpoint, note.order);
+            self.say(host, what);
         }
     }
 

@@ -83,6 +83,11 @@ fn leaving_removes_the_own_record_and_nobody_elses() {
     assert_eq!(rig.store.record, None);
 
     let mut rig = Rig::with(TestStore::default(), instance(5), record());
+    rig.store.record = None;
+    rig.input(Input::Leave);
+    assert_eq!(rig.log.last(), Some(&Action::Left), "it is gone already");
+
+    let mut rig = Rig::with(TestStore::default(), instance(5), record());
     rig.store.write(Some((instance(6), 1)));
     rig.input(Input::Leave);
     rig.advance(Duration::from_secs(10));

@@ -125,6 +125,17 @@ fn edits_that_cannot_be_made_change_nothing() {
 }
 
 #[test]
+fn an_edit_that_cannot_be_made_is_refused_and_makes_no_generation() {
+    let mut rig = Rig::new(TestStore::default(), &["a"]);
+    let generation = rig.publisher.generation();
+    let local = LocalNic(9);
+    rig.input(Input::Edit(Edit::Proved { local }));
+    let refused = Action::EditRefused(EditError::UnknownNic(9));
+    assert_eq!(rig.log.last(), Some(&refused));
+    assert_eq!(rig.publisher.generation(), generation);
+}
+
+#[test]
 fn a_nic_that_is_added_is_last_and_down_and_gets_its_keys_later() {
     let mut record = local_record(&["a"], PublishOrder::Fixed);
     apply(&mut record, port(0, true, "10.0.0.1"));

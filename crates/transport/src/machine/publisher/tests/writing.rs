@@ -124,6 +124,26 @@ fn a_store_that_was_restarted_empty_gets_both_records_again() {
 }
 
 #[test]
+fn whatever_the_store_does_not_answer_is_given_up_and_asked_again() {
+    let mut rig = Rig::new(TestStore::default(), &["a"]);
+    rig.answers = false;
+    rig.input(register(1, 1));
+    rig.is_not_answered(|request| matches!(request, StoreRequest::Swap(..)));
+    rig.input(Input::StoreReconnected);
+    rig.is_not_answered(|request| matches!(request, StoreRequest::Read));
+    rig.store.record = None;
+    rig.input(Input::StoreReconnected);
+    rig.answer();
+    rig.settle();
+    rig.is_not_answered(|request| matches!(request, StoreRequest::RpcMeta));
+    assert_eq!(rig.publisher.stored_generation(), 2);
+    rig.input(Input::Leave);
+    rig.is_not_answered(|request| matches!(request, StoreRequest::Delete(_)));
+    assert_eq!(rig.log.last(), Some(&Action::Left));
+    assert_eq!(rig.store.record, None);
+}
+
+#[test]
 fn a_store_that_does_not_answer_is_given_up_and_its_late_answer_does_no_harm() {
     let mut rig = Rig::new(TestStore::default(), &["a"]);
     rig.answers = false;

@@ -300,6 +300,19 @@ fn a_slow_rail_keeps_a_quarter_of_its_share_for_a_minute() {
 }
 
 #[test]
+fn a_suspect_rail_whose_nic_is_blamed_is_proved_before_it_carries_on() {
+    let mut rig = Rig::new(2, 4);
+    let slow = rail(0, 3, 0);
+    rig.input(Input::Slow { rail: slow });
+    assert_eq!(rig.state(slow), RailState::Suspect);
+    rig.silent = true;
+    for peer in 0..3 {
+        rig.fail(rail(0, peer, 0), WcStatus::RetryExcErr);
+    }
+    assert_eq!(rig.state(slow), RailState::HalfOpen);
+}
+
+#[test]
 fn the_last_path_is_tried_every_second_whatever_its_back_off() {
     let mut rig = Rig::new(1, 1);
     let id = rail(0, 0, 0);
@@ -362,6 +375,9 @@ fn probes_are_bounded_per_nic() {
         8,
         "the next in line"
     );
+    rig.gate(0, LocalGate::Closed);
+    let running = rig.rails.proofs_running(LocalNic(0));
+    assert_eq!(running, (0, 0), "nor does anybody wait for them any more");
 }
 
 #[test]
