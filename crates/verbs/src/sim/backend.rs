@@ -365,8 +365,11 @@ impl QueuePair {
         self.fabric.verb(
             Caller::Context(self.context),
             |core| core.destroy_delay(self.handle),
-            |core| core.destroy_pair(self.handle),
-        );
-        Ok(())
+            |core| {
+                core.check_stops(self.handle)?;
+                core.destroy_pair(self.handle);
+                Ok(())
+            },
+        )
     }
 }

@@ -27,6 +27,7 @@ enum Undo {
     Partition(u64),
     Link(PortId, LinkOptions),
     Events(EventOptions),
+    Stopping(NicId),
 }
 
 impl FaultGuard {
@@ -51,6 +52,7 @@ impl Drop for FaultGuard {
                 core.set_link(at, link);
             }
             Undo::Events(events) => core.options.events = events,
+            Undo::Stopping(nic) => core.set_refuses_to_stop(nic, false),
         });
     }
 }
@@ -101,6 +103,13 @@ impl Fabric {
     pub fn disturb_events(&self, events: EventOptions) -> FaultGuard {
         let before = self.with(|core| std::mem::replace(&mut core.options.events, events));
         self.guard(Undo::Events(before))
+    }
+
+    /// Refuses with `EIO` to move queue pairs of an adapter to ERR and to destroy them, as firmware
+    /// may that lost track of them. They go on working until their context is closed or dies.
+    pub fn refuse_to_stop(&self, nic: NicId) -> FaultGuard {
+        self.with(|core| core.set_refuses_to_stop(nic, true));
+        self.guard(Undo::Stopping(nic))
     }
 
     fn add_rule(&self, rule: Rule) -> FaultGuard {

@@ -72,6 +72,8 @@ pub(super) struct Nic {
     pub(super) dead: bool,
     /// Control verbs wait until then.
     pub(super) hangs_until: Duration,
+    /// Queue pairs cannot be moved to ERR, nor destroyed one by one.
+    pub(super) refuses_to_stop: bool,
     pub(super) qp_numbers: Numbers,
     pub(super) pairs: BTreeMap<u32, Handle>,
     pub(super) regions: BTreeMap<u32, Handle>,
@@ -148,6 +150,7 @@ impl Core {
             plugged: true,
             dead: false,
             hangs_until: Duration::ZERO,
+            refuses_to_stop: false,
             // The first numbers are those of the special queue pairs.
             qp_numbers: Numbers::starting_at(17),
             pairs: BTreeMap::new(),
@@ -291,6 +294,12 @@ impl Core {
         device.dead = false;
         device.hangs_until = Duration::ZERO;
         trace!(self, "reset {}", self.nic_name(nic));
+    }
+
+    pub(super) fn set_refuses_to_stop(&mut self, nic: NicId, refuses: bool) {
+        self.nics[nic.0].refuses_to_stop = refuses;
+        let does = if refuses { "does not stop" } else { "stops" };
+        trace!(self, "{} {does} queue pairs", self.nic_name(nic));
     }
 
     pub(super) fn set_plugged(&mut self, nic: NicId, plugged: bool) {

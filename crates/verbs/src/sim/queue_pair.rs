@@ -295,6 +295,7 @@ impl Core {
     /// Any state → ERR: what is outstanding will be flushed. Packets on their way go on.
     pub(super) fn modify_to_error(&mut self, handle: Handle) -> Result<(), Errno> {
         self.live_pair(handle)?;
+        self.check_stops(handle)?;
         self.enter_error(handle);
         Ok(())
     }
@@ -336,6 +337,18 @@ impl Core {
             max_dest_rd_atomic: rtr.map_or(0, |rtr| rtr.max_dest_rd_atomic),
             capacity: pair.capacity,
         })
+    }
+
+    /// `EIO` while the adapter refuses to stop pairs one by one; not in a context that died.
+    pub(super) fn check_stops(&self, handle: Handle) -> Result<(), Errno> {
+        let Some(pair) = self.pairs.get(handle) else {
+            return Ok(());
+        };
+        let lives = self.live_context(pair.context).is_ok();
+        if lives && self.nics[pair.nic.0].refuses_to_stop {
+            return Err(Errno(libc::EIO));
+        }
+        Ok(())
     }
 
     /// Destroys a pair from any state. Outstanding work vanishes; what was sent stays on its way.

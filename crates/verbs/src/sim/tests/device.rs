@@ -169,3 +169,32 @@ fn a_killed_process_leaves_nothing_and_its_handles_fail() {
     );
     assert_eq!(again.pair().qp_num(), 17);
 }
+
+#[test]
+fn queue_pairs_that_a_device_refuses_to_stop_work_until_their_context_is_closed() {
+    let two = Connected::new(options());
+    let before = two.fabric.stats();
+    let refused = two.fabric.refuse_to_stop(two.b.nic);
+    assert_eq!(errno(two.pair_b.to_error()), EIO);
+    two.b.context.port_attr(1).expect("all else works");
+    let control = two.b.context.control().clone();
+    let Connected {
+        fabric,
+        a,
+        b,
+        pair_a,
+        pair_b,
+    } = two;
+    drop(pair_b);
+    assert_eq!(control.failed_destructions(), 1);
+    a.fill(5);
+    let write = WorkRequest::write(1, a.local(0, 8), b.remote(0));
+    pair_a.post(&[write]).expect("posted");
+    assert_eq!(a.statuses(1), [WcStatus::Success]);
+    assert_eq!(b.bytes(0, 8), [5; 8]);
+    drop(b);
+    assert!(control.is_closed());
+    assert_eq!(fabric.stats().queue_pairs, before.queue_pairs - 1);
+    drop(refused);
+    pair_a.to_error().expect("another adapter stops them");
+}
