@@ -3,14 +3,15 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 use rerail_verbs::sim::{FabricOptions, NicId, NicOptions, NodeId, PortId, RealTimeFabric};
-use rerail_verbs::{AccessFlags, HostMemory, RdmaOpcode};
+use rerail_verbs::{AccessFlags, ControlThread, HostMemory, RdmaOpcode};
 
 use super::connector::Connector;
 use super::memory::RegisteredMemory;
+use super::nic::Nic;
 use super::rail::{Peer, PeerNic, PeerSpec};
 use super::signaling::{Boxed, SignalError};
 use super::slice::{Piece, Span};
@@ -173,6 +174,21 @@ pub(super) fn registered(transport: &RdmaTransport, length: u64) -> RegisteredMe
     let memory = HostMemory::allocate(length as usize).expect("memory");
     let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
     transport.register(&memory, access).expect("registered")
+}
+
+/// The control thread of a NIC's device, which does nothing until what is returned is dropped.
+pub(super) fn stuck(nic: &Nic) -> (ControlThread, mpsc::Sender<()>) {
+    let opening = nic.opening().expect("open");
+    let control = opening.context().control().clone();
+    let (free, held) = mpsc::channel();
+    control.execute(move || hold(&held)).expect("there is room");
+    (control, free)
+}
+
+/// Has whoever calls it do nothing else until the other end is dropped.
+pub(super) fn hold(held: &mpsc::Receiver<()>) {
+    // Ends with an error.
+    let _ = held.recv();
 }
 
 #[derive(Default)]

@@ -520,3 +520,27 @@ fn a_thread_that_is_a_little_late_shifts_nothing() {
     }
     assert_eq!(steps, 3, "the first one beyond 504 ms");
 }
+
+#[test]
+fn what_has_failed_does_not_count_as_given_to_other_rails() {
+    let mut rig = Rig::new(10, config());
+    let _lost = rig.lose_completions();
+    let (failed, goes_on) = (rig.write(0, 3), rig.write(0, 2));
+    rig.step();
+    assert_eq!(rig.driver.in_flight(), 5);
+    assert!(failed.fail(TransferError::Closed));
+    for order in [Order::AwaitDrain(1), Order::GiveUp(1)] {
+        rig.inbox.order(order).expect("there is room");
+    }
+    rig.step();
+    let mut drained = None;
+    while let Ok(report) = rig.reports.try_recv() {
+        if let Report::Drained { leftover, .. } = report {
+            drained = Some(leftover);
+        }
+    }
+    let leftover = drained.expect("all was given up");
+    assert_eq!(leftover.rerouted_bytes, 2 * u64::from(SLICE));
+    assert_eq!(leftover.held.len(), 5, "what was posted may arrive still");
+    assert!(goes_on.has_work());
+}

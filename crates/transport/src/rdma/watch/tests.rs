@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicUsize;
 use rerail_verbs::sim::NicOptions;
 use rerail_verbs::{AsyncEventKind, VerbsError};
 
-use super::super::rig::{KIB, Rig, registered, rig, wait_until};
+use super::super::rig::{KIB, Rig, peer_of, registered, rig, stuck, wait_until};
 use super::*;
 use crate::event::Subscriber;
 
@@ -503,4 +503,86 @@ fn a_nic_that_waits_for_room_does_not_wait_once_its_device_may_be_another() {
         watcher.reopen_waiting(now, 0);
         assert!(watcher.entries[0].waiting.is_none(), "it is tried again");
     }
+}
+
+#[test]
+fn a_new_device_is_not_opened_while_its_last_try_hangs_or_too_many_others_do() {
+    let rig = rig(15, 1);
+    let transport = rig.transport(0, "a1");
+    device(&rig, "new2", 9, 1_000);
+    let (control, free) = stuck(&transport.nics()[0]);
+    let parts = transport.parts(Arc::new(Published::default()), Events::default());
+    let tries = Arc::clone(&parts.tries);
+    let take_in = || {
+        // Another one each time, so that nothing waits since it failed.
+        let attempts = Arc::new(Finder::new(&parts)).look().attempts;
+        assert_eq!(attempts.len(), 1);
+        attempts.into_iter().for_each(|attempt| attempt.run(drop));
+        transport.nics().len()
+    };
+    let opened = rig.fabric.stats().contexts;
+    tries.of("new2", 1).begin(&control);
+    wait_until("it hangs", || tries.of("new2", 1).check("new2").is_err());
+    assert_eq!(take_in(), 1);
+    // That was another device, and many others hang.
+    tries.of("new2", 1).device_went();
+    for nth in 0..100 {
+        tries.of(&format!("other{nth}"), 1).begin(&control);
+    }
+    assert!(tries.check_strangers("new2").is_err());
+    assert_eq!(take_in(), 1);
+    assert_eq!(rig.fabric.stats().contexts, opened);
+    drop(free);
+    wait_until("they answer", || tries.check_strangers("new2").is_ok());
+    assert_eq!(take_in(), 2);
+}
+
+#[test]
+fn a_reading_of_an_earlier_opening_does_not_say_how_long_messages_may_be() {
+    let rig = rig(16, 1);
+    let transport = rig.transport(0, "a1");
+    let nic = Arc::clone(&transport.nics()[0]);
+    let mut watcher = watcher(&transport);
+    let (now, mut epoch) = (watcher.parts.clock.now(), 0);
+    let opening = nic.opening().expect("open");
+    let reading = read_port(opening.context(), 1, 0).expect("read");
+    let read_as = |watcher: &mut Watcher, epoch, bytes| {
+        let mut reading = reading.clone();
+        reading.attr.max_msg_bytes = bytes;
+        let (port, number) = (1, 0);
+        let mail = Mail::Read {
+            nic: 0,
+            epoch,
+            read: ReadId { port, number },
+            result: Ok(reading),
+        };
+        watcher.read_mail(now, mail);
+        nic.max_msg_bytes()
+    };
+    let observer = |watcher: &Watcher| watcher.entries[0].observer.epoch();
+    assert_eq!(observer(&watcher), epoch);
+    assert_eq!(read_as(&mut watcher, epoch, 10_000), 10_000);
+    let verb = "a verb";
+    let hung = Input::VerbHung { epoch, verb };
+    watcher.entries[0].observer.handle(now, hung);
+    epoch = observer(&watcher);
+    assert_ne!(epoch, 0);
+    assert_eq!(read_as(&mut watcher, 0, 20_000), 10_000);
+    assert_eq!(read_as(&mut watcher, epoch, 30_000), 30_000);
+}
+
+#[test]
+fn a_rail_is_told_when_its_port_has_another_speed() {
+    let rig = rig(17, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let listener = Arc::new(Read::default());
+    let observed = a.observe(listener.clone(), Events::default());
+    observed.expect("a thread");
+    wait_until("it is read", || listener.0.load(Ordering::SeqCst) > 0);
+    let rail = Arc::clone(&peer.rails()[0]);
+    let before = rail.nominal_bytes_per_s();
+    // One lane of 2.5 Gbit/s.
+    rig.fabric.set_speed(rig.port(0, 0), 1, 1);
+    wait_until("the rail is slower", || rail.nominal_bytes_per_s() < before);
 }
