@@ -45,7 +45,7 @@ const IDLE_AFTER: Duration = Duration::from_secs(30);
 pub struct Binding(u64);
 
 impl Binding {
-    const NONE: Self = Self(0);
+    pub(super) const NONE: Self = Self(0);
 }
 
 /// What is to be done for the rails, in this order.

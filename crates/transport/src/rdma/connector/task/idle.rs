@@ -157,7 +157,165 @@ impl EndpointTask {
 
 #[cfg(test)]
 mod tests {
+    use rerail_verbs::Gid;
+    use tokio::sync::mpsc;
+
     use super::*;
+    use crate::machine::Machine as _;
+    use crate::rdma::RdmaTransport;
+    use crate::rdma::endpoint::{Endpoint, Input, Limits, LocalEnds, Offer, Parties, Token};
+    use crate::rdma::inbox::{Inbox, Pairs};
+    use crate::rdma::keeper::Binding;
+    use crate::rdma::rig::{peer_of, rig};
+
+    const KEY: u64 = 1_000_000;
+
+    /// The end of a connection that a peer has opened. Nobody obeys its orders.
+    fn end(own: &RdmaTransport) -> EndpointTask {
+        let (local_path, peer_path) = ("host1@sim0".to_owned(), "host0@sim0".to_owned());
+        let asked = Offer {
+            local_path: peer_path.clone(),
+            peer_path: local_path.clone(),
+            gid: Some(Gid::NULL),
+            ..Offer::default()
+        };
+        let parties = Parties {
+            local_path,
+            peer_path: peer_path.clone(),
+            instance: None,
+            peer_instance: None,
+            fallback: None,
+        };
+        let now = own.clock().now();
+        let mut machine = Endpoint::new(now, parties, Limits::default());
+        let asked = Offer {
+            qp_nums: vec![17],
+            ..asked
+        };
+        machine.handle(now, Input::Requested(Token(1), asked));
+        let made = LocalEnds {
+            qp_nums: vec![17],
+            ..LocalEnds::default()
+        };
+        machine.handle(now, Input::Prepared(Ok(made)));
+        machine.handle(now, Input::Raised(Ok(())));
+        while machine.poll().is_some() {}
+        assert!(machine.is_connected());
+        let nic = Arc::clone(&own.nics()[0]);
+        let opening = nic.opening().expect("open");
+        let connector = own.connector().clone();
+        let inbox = Arc::new(Inbox::new(Arc::default()));
+        // Its mail is brought by hand.
+        let (mailbox, _) = mpsc::unbounded_channel();
+        let device = (nic, opening);
+        let mut end = EndpointTask::new(connector, KEY, device, inbox, peer_path, machine, mailbox);
+        end.pairs = Some(Arc::new(Pairs(Vec::new())));
+        end
+    }
+
+    impl EndpointTask {
+        fn turn(&self) -> Option<Turn> {
+            self.connector.turns(&self.nic).try_acquire_owned().ok()
+        }
+
+        /// What the data thread was ordered to do, oldest first.
+        fn ordered(&self) -> Vec<&'static str> {
+            let orders = std::iter::from_fn(|| self.inbox.orders.pop());
+            let names = orders.map(|order| match order {
+                Order::Attach { .. } => "attach",
+                Order::Probe(_) => "probe",
+                Order::Unlink(_) => "unlink",
+                Order::AwaitDrain(KEY) => "give back",
+                other => panic!("{other:?}"),
+            });
+            names.collect()
+        }
+
+        async fn begins(&mut self, now: Time) {
+            let turn = self.turn().expect("nobody has it");
+            self.take_turn(now, turn).await;
+            assert!(self.turn().is_none(), "one of the NIC's ends at a time");
+        }
+    }
+
+    /// Runs what an end does at a time.
+    fn with_end(run: impl AsyncFnOnce(&mut EndpointTask, Time)) {
+        let rig = rig(50, 1);
+        let own = rig.transport(1, "b1");
+        let (mut end, now) = (end(&own), own.clock().now());
+        rig.runtime.block_on(run(&mut end, now));
+        assert!(end.turn().is_some(), "the next one can be probed");
+    }
+
+    #[test]
+    fn queue_pairs_that_were_lent_for_a_probe_are_given_back_when_it_has_come_back() {
+        with_end(async |end, now| {
+            for _ in 0..2 {
+                end.begins(now).await;
+                assert_eq!(end.ordered(), ["attach", "probe"]);
+                end.probed(WcStatus::Success).await;
+                assert_eq!(end.ordered(), ["unlink", "give back"]);
+                assert!(!end.attached);
+            }
+        });
+    }
+
+    #[test]
+    fn queue_pairs_that_the_data_thread_has_for_other_reasons_stay_there() {
+        with_end(async |end, now| {
+            end.attached = true;
+            end.begins(now).await;
+            assert_eq!(end.ordered(), ["attach", "probe"]);
+            end.probed(WcStatus::Success).await;
+            assert_eq!(end.ordered(), ["unlink"]);
+            assert!(end.attached);
+        });
+    }
+
+    #[test]
+    fn queue_pairs_that_a_rail_takes_over_while_they_are_lent_stay_there() {
+        let rig = rig(51, 1);
+        let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+        let rail = Arc::clone(&peer_of(&b, 1, &a).rails()[0]);
+        let (mut end, now) = (end(&b), b.clock().now());
+        rig.runtime.block_on(async {
+            end.begins(now).await;
+            end.bind(rail, Binding::NONE).await;
+            assert_eq!(end.ordered(), ["attach", "probe", "attach"]);
+            end.probed(WcStatus::Success).await;
+        });
+        assert_eq!(end.ordered(), ["unlink"]);
+        assert!(end.attached);
+    }
+
+    #[test]
+    fn a_probe_that_does_not_come_back_in_its_time_holds_up_no_other_and_is_not_posted_later() {
+        with_end(async |end, now| {
+            end.begins(now).await;
+            assert_eq!(end.ordered(), ["attach", "probe"]);
+            let until = now + PROBE_LIMIT;
+            assert_eq!(end.idle_due(), Some(until));
+            end.look_after(until).await;
+            // Something may be in flight on them.
+            assert_eq!(end.ordered(), ["unlink"]);
+            assert!(end.attached && end.turn().is_some());
+            // Given back by the next one that comes back.
+            end.begins(until).await;
+            assert_eq!(end.ordered(), ["attach", "probe"]);
+            end.probed(WcStatus::Success).await;
+            assert_eq!(end.ordered(), ["unlink", "give back"]);
+        });
+    }
+
+    #[test]
+    fn nothing_is_probed_and_nobody_waits_while_the_gate_is_closed() {
+        with_end(async |end, now| {
+            end.nic.set_gate(false);
+            let turn = end.turn().expect("nobody has it");
+            end.take_turn(now, turn).await;
+            assert!(end.ordered().is_empty() && !end.attached);
+        });
+    }
 
     #[test]
     fn each_drain_of_queue_pairs_that_were_only_lent_is_told_from_that_of_the_end() {
