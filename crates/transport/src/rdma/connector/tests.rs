@@ -4,9 +4,9 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use rerail_verbs::RdmaOpcode;
-use rerail_verbs::sim::{LinkOptions, WorkVerdict};
+use rerail_verbs::sim::{FaultGuard, LinkOptions, NicId, WorkVerdict};
 
-use super::super::rig::{KIB, Move, Rig, peer_of, registered, rig, wait_until};
+use super::super::rig::{KIB, LIMIT, Move, Rig, peer_of, registered, rig, wait_until};
 use super::*;
 use crate::TransferError;
 
@@ -276,16 +276,15 @@ fn permits_for_servers_that_nobody_talks_to_are_forgotten() {
     assert!(Arc::ptr_eq(&held, &a.connector().permits("held")));
 }
 
-/// What becomes of a write that runs out of time while the control thread of its NIC hangs.
-fn write_while_control_hangs(rig: &Rig) -> (TransferError, u64) {
+/// What becomes of a write that runs out of time once its way is blocked and its NIC is at fault.
+fn write_with_fault<T>(rig: &Rig, fault: impl FnOnce(NicId) -> T) -> (TransferError, u64) {
     let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
     let peer = peer_of(&a, 1, &b);
     let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
     let write = Move::all(&a, &peer, &source, &target);
     write.run().expect("moved");
     let lost = rig.fabric.block(&[rig.port(0, 0)], &[rig.port(1, 0)]);
-    rig.fabric
-        .hang_control(rig.hosts[0].1[0], Duration::from_secs(4));
+    let _fault = fault(rig.hosts[0].1[0]);
     let late = Move {
         time: Duration::from_millis(100),
         ..write
@@ -297,29 +296,44 @@ fn write_while_control_hangs(rig: &Rig) -> (TransferError, u64) {
     (error, a.connector().unfenced())
 }
 
-#[test]
-fn a_control_thread_that_hangs_ends_transfers_as_unfenced_whose_work_does_not_come_back() {
-    let rig = rig(7, 1);
-    // The first write is through by then.
+/// No write but the first completes.
+fn lose_writes(rig: &Rig) -> FaultGuard {
     let mut writes = 0;
-    let silent = rig.fabric.on_work(move |work| {
+    rig.fabric.on_work(move |work| {
         writes += u32::from(work.opcode == RdmaOpcode::Write);
         if writes > 1 {
             WorkVerdict::LoseCompletion
         } else {
             WorkVerdict::Pass
         }
-    });
-    let (error, unfenced) = write_while_control_hangs(&rig);
+    })
+}
+
+/// Longer than an endpoint waits for its device, by much.
+const HANGS_LONG: Duration = Duration::from_secs(4);
+
+#[test]
+fn a_control_thread_that_hangs_ends_transfers_as_unfenced_whose_work_does_not_come_back() {
+    let rig = rig(7, 1);
+    let _silent = lose_writes(&rig);
+    let (error, unfenced) = write_with_fault(&rig, |nic| rig.fabric.hang_control(nic, HANGS_LONG));
     assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
     assert_eq!(unfenced, 1);
-    drop(silent);
+}
+
+#[test]
+fn a_device_that_refuses_to_stop_ends_transfers_as_unfenced_whose_work_does_not_come_back() {
+    let rig = rig(52, 1);
+    let _silent = lose_writes(&rig);
+    let (error, unfenced) = write_with_fault(&rig, |nic| rig.fabric.refuse_to_stop(nic));
+    assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
+    assert_eq!(unfenced, 1);
 }
 
 #[test]
 fn work_that_came_back_with_an_error_is_fenced_though_the_control_thread_hangs() {
     let rig = rig(9, 1);
-    let (error, unfenced) = write_while_control_hangs(&rig);
+    let (error, unfenced) = write_with_fault(&rig, |nic| rig.fabric.hang_control(nic, HANGS_LONG));
     assert!(matches!(error, TransferError::Deadline { .. }), "{error}");
     assert_eq!(unfenced, 0);
 }

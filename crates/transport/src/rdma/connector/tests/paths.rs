@@ -7,7 +7,6 @@ use super::*;
 use crate::machine::ids::PeerId;
 use crate::rdma::paths::{Doubt, Row};
 use crate::rdma::rail::Peer;
-use crate::rdma::rig::LIMIT;
 use crate::rdma::{PeerNic, PeerSpec, RdmaTransport};
 
 fn address(text: &str) -> IpAddr {

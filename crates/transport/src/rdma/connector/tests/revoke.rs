@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::*;
+use crate::rdma::rig::{hold, stuck};
 
 fn named(server: &str) -> BTreeSet<String> {
     BTreeSet::from([server.to_owned()])
@@ -71,6 +72,44 @@ fn who_has_no_connection_is_revoked_at_once_and_others_keep_theirs() {
     let asks = rig.asks();
     Move::all(&a, &peer, &source, &target).run().expect("moved");
     assert_eq!((rig.asks(), b.connector().endpoints()), (asks, 1));
+}
+
+#[test]
+fn an_end_that_may_be_connected_before_it_finds_that_it_is_revoked_is_waited_for() {
+    let rig = rig(49, 1);
+    let b = rig.transport(1, "b1");
+    let path = b.identity().path(&b.nics()[0]);
+    // Its queue pairs are about to be made.
+    let (control, free_control) = stuck(&b.nics()[0]);
+    let (answer, _answered) = oneshot::channel();
+    b.connector()
+        .deliver(request("host0@sim0", &path, 1000), answer);
+    // The only thread that it could learn on that they are made, or that it is to close.
+    let (said, hears) = std::sync::mpsc::channel();
+    let (free_runtime, held) = std::sync::mpsc::channel();
+    rig.runtime.spawn(async move {
+        said.send(()).expect("somebody waits");
+        hold(&held);
+    });
+    hears.recv().expect("it is held");
+    drop(free_control);
+    let made = control.submit(|| ()).expect("room");
+    made.wait_timeout(LIMIT)
+        .expect("what was asked before is done");
+    let revoke = |limit| {
+        let servers = named("host0");
+        let revoked = b.connector().revoke(&servers, limit);
+        rig.runtime.block_on(revoked)
+    };
+    revoke(Duration::ZERO).expect_err("it is about to be connected");
+    drop(free_runtime);
+    revoke(REVOKED_WITHIN).expect("it finds that it is closed");
+    assert!(
+        !b.connector()
+            .table()
+            .current
+            .contains_key(&(0, "host0@sim0".into()))
+    );
 }
 
 #[test]
