@@ -217,6 +217,8 @@ fn a_nic_that_did_not_exist_at_the_start_carries_bytes_at_either_end() {
     pair.write_until("the rail is up", || pair.bytes(0) > 0);
     rig.add_nic(0);
     pair.write_until("the own new NIC carries bytes", || pair.bytes(1) > 0);
+    let is_told = |event: &Event| matches!(event, Event::NicAdded { nic } if nic == "sim1");
+    assert_eq!(pair.own_log.count(is_told), 1);
     // Registered with both, and not opened again: the segment that is open learns of it.
     rig.add_nic(1);
     pair.write_until("the peer's new NIC carries bytes", || {

@@ -47,6 +47,18 @@ impl Log {
         drop(std::mem::take(&mut *self.0.lock().expect("whole")));
     }
 
+    /// What events were, each in the place of its first.
+    pub(crate) fn steps(&self, step: impl Fn(&Event) -> Option<&'static str>) -> Vec<&'static str> {
+        let log = self.0.lock().expect("whole");
+        let mut steps = Vec::new();
+        for step in log.iter().filter_map(|(_, event)| step(event)) {
+            if !steps.contains(&step) {
+                steps.push(step);
+            }
+        }
+        steps
+    }
+
     /// When the first such event came.
     pub(crate) fn first(&self, is: impl Fn(&Event) -> bool) -> Option<Instant> {
         let log = self.0.lock().expect("whole");

@@ -65,6 +65,9 @@ pub struct FabricStats {
     pub queue_pairs: usize,
     /// Work requests that were posted and have not ended.
     pub work_requests: usize,
+    /// Places taken in send queues: by those, and by work whose completion was not polled yet where
+    /// that counts.
+    pub send_places: usize,
     /// Completions that wait to be polled.
     pub completions: usize,
     /// Events that wait to be taken.
@@ -145,6 +148,11 @@ impl Core {
                 .pairs
                 .iter()
                 .map(|(_, pair)| pair.send.queue.len())
+                .sum(),
+            send_places: self
+                .pairs
+                .iter()
+                .map(|(_, pair)| pair.send.occupied as usize)
                 .sum(),
             completions: self
                 .queues

@@ -615,3 +615,114 @@ fn h06_new_queue_pairs_may_have_the_numbers_of_earlier_ones() {
     );
     assert_eq!(endpoint.close_cause(), Some(&CloseCause::PeerRebuilt));
 }
+
+#[test]
+fn late_ready_acknowledgements_connect_nothing_and_say_why() {
+    let ack = |first_qp| Offer {
+        ready_ack: Some(true),
+        ..offer("b", "a", first_qp)
+    };
+    let refusal = |out: &[Action]| match out {
+        [Action::Refuse(_, reason)] => reason.clone(),
+        _ => panic!("not refused: {out:?}"),
+    };
+    let mut endpoint = connected();
+    let out = handle(&mut endpoint, Input::Requested(Token(1), ack(3)));
+    assert!(refusal(&out).contains("other queue pairs"), "{out:?}");
+    assert!(endpoint.is_connected(), "the next connection stays");
+    // One that is repeated is answered again, and attaches nothing twice.
+    let out = handle(&mut endpoint, Input::Requested(Token(2), ack(5)));
+    assert!(matches!(&out[..], [Action::Answer(Token(2), _)]), "{out:?}");
+
+    handle(&mut endpoint, Input::Close(CloseCause::CutOff));
+    let out = handle(&mut endpoint, Input::Requested(Token(3), ack(5)));
+    assert!(refusal(&out).contains("not connected"), "{out:?}");
+
+    let mut endpoint = offered();
+    let out = handle(&mut endpoint, Input::Requested(Token(4), ack(5)));
+    assert!(refusal(&out).contains("not connected"), "{out:?}");
+    assert!(!endpoint.is_connected());
+}
+
+#[test]
+fn replies_that_come_late_change_nothing() {
+    // To a request that was given up: before and after its queue pairs are gone.
+    let mut endpoint = offered();
+    handle(&mut endpoint, Input::Close(CloseCause::CutOff));
+    let late = || Input::Replied(Ok(offer("b", "a", 5)));
+    assert!(handle(&mut endpoint, late()).is_empty());
+    handle(&mut endpoint, Input::InError);
+    handle(&mut endpoint, Input::Destroyed);
+    assert!(endpoint.is_closed());
+    assert!(handle(&mut endpoint, late()).is_empty());
+    let refused = Input::Replied(Err(refused("too many endpoints")));
+    assert!(handle(&mut endpoint, refused).is_empty());
+    assert!(handle(&mut endpoint, Input::Acknowledged(Ok(()))).is_empty());
+    assert!(endpoint.is_closed(), "nothing brings it back");
+
+    // To an acknowledgement: that of an endpoint that was cut meanwhile attaches nothing.
+    let mut endpoint = offered();
+    handle(&mut endpoint, late());
+    handle(&mut endpoint, Input::Raised(Ok(())));
+    handle(&mut endpoint, Input::Close(CloseCause::CutOff));
+    assert!(handle(&mut endpoint, Input::Acknowledged(Ok(()))).is_empty());
+    assert!(!endpoint.is_connected());
+}
+
+#[test]
+fn closes_that_cross_fence_both_ends_by_each_others_word() {
+    // Each end tells the other, and has the other's request before an answer to its own.
+    let peer = |offer: Offer, instance: &str| Offer {
+        instance: Some(instance.to_owned()),
+        ..offer
+    };
+    let (to_a, to_b) = (
+        peer(offer("b", "a", 5), "b1"),
+        peer(offer("a", "b", 1), "a1"),
+    );
+    let close_of = |offer: &Offer| Offer {
+        qp_nums: Vec::new(),
+        ready_ack: None,
+        ..offer.clone()
+    };
+    let mut a = offered();
+    handle(&mut a, Input::Replied(Ok(to_a.clone())));
+    handle(&mut a, Input::Raised(Ok(())));
+    handle(&mut a, Input::Acknowledged(Ok(())));
+    let mut b = endpoint("b", "a");
+    handle(&mut b, Input::Requested(Token(1), to_b.clone()));
+    handle(&mut b, Input::Prepared(Ok(ends(5))));
+    handle(&mut b, Input::Raised(Ok(())));
+    let ack = Offer {
+        ready_ack: Some(true),
+        ..to_b.clone()
+    };
+    handle(&mut b, Input::Requested(Token(2), ack));
+    assert!(a.is_connected() && b.is_connected());
+
+    for end in [&mut a, &mut b] {
+        let out = handle(end, Input::Close(CloseCause::CutOff));
+        let tells = out.iter().filter(|of| matches!(of, Action::TellPeer(_)));
+        assert_eq!(tells.count(), 1, "{out:?}");
+    }
+    for (end, request) in [(&mut a, close_of(&to_a)), (&mut b, close_of(&to_b))] {
+        let out = handle(end, Input::Requested(Token(9), request));
+        assert!(out.is_empty(), "not before it is in ERR: {out:?}");
+        let out = handle(end, Input::InError);
+        assert!(
+            matches!(&out[..], [Action::Refuse(Token(9), reason), Action::AwaitDrain]
+                if reason == CLOSED),
+            "{out:?}"
+        );
+        let out = handle(end, Input::Drained);
+        assert!(!out.contains(&Action::Fenced), "only half: {out:?}");
+    }
+    for end in [&mut a, &mut b] {
+        // The other's answer to our own request.
+        let out = handle(end, Input::PeerClosed);
+        assert_eq!(out, [Action::Fenced, Action::Destroy]);
+        let out = handle(end, Input::Destroyed);
+        assert!(matches!(out.last(), Some(Action::Closed(_))), "{out:?}");
+        assert!(end.is_closed());
+    }
+}
