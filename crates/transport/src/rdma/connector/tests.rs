@@ -13,6 +13,7 @@ use crate::TransferError;
 mod closes;
 mod idle;
 mod paths;
+mod probes;
 mod revoke;
 
 /// What was said first to connect.
