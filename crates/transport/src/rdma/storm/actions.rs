@@ -15,7 +15,7 @@ use crate::TransferError;
 use crate::machine::ids::{LocalNic, PeerId};
 use crate::machine::observer::{self, Outcome, ReadFailure};
 use crate::machine::peers::{self, NicChange, Parting, Trouble};
-use crate::machine::publisher::{self, Edit};
+use crate::machine::publisher::{self, Edit, StoreRequest};
 use crate::machine::rail::{LocalGate, NoPath, RailState};
 use crate::machine::{Machine, drive};
 use crate::rdma::driver::Activity;
@@ -32,6 +32,17 @@ const EIO: i32 = 5;
 
 /// The shortest time that a verb takes.
 const VERB: Duration = Duration::from_micros(5);
+
+/// Generations that a publisher wants to be written.
+fn written(actions: &[publisher::Action]) -> impl Iterator<Item = u64> {
+    actions.iter().filter_map(|action| match action {
+        publisher::Action::Store {
+            request: StoreRequest::Create(record) | StoreRequest::Swap(_, record),
+            ..
+        } => member(record).map(|member| member.generation),
+        _ => None,
+    })
+}
 
 impl World {
     /// Lets a node do all that it can do now.
@@ -61,6 +72,11 @@ impl World {
         if let Some(node) = self.node(host) {
             let mut publisher = lock(&node.publisher);
             drive(&mut *publisher, now, |action| actions.push(action));
+            let before = std::mem::replace(&mut node.generation, publisher.generation());
+            assert!(
+                written(&actions).all(|generation| generation >= before),
+                "a state that was overtaken is written"
+            );
         }
         moved |= !actions.is_empty();
         for action in actions {

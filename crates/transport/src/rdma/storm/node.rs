@@ -206,6 +206,8 @@ pub(super) struct Node {
     pub(super) outbox: Outbox,
     pub(super) known: BTreeMap<PeerId, Known>,
     pub(super) jobs: BTreeMap<TransferId, Job>,
+    /// Of the own record when the publisher had nothing to do: what it writes later is no older.
+    pub(super) generation: u64,
     /// The last generation taken in of each peer.
     pub(super) generations: BTreeMap<PeerId, u64>,
     pub(super) next: u64,
@@ -353,6 +355,7 @@ impl Node {
             outbox,
             known: BTreeMap::new(),
             jobs: BTreeMap::new(),
+            generation: 0,
             generations: BTreeMap::new(),
             next: 1,
         };
