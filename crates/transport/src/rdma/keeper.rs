@@ -428,6 +428,8 @@ impl Book {
     }
 
     fn act(&mut self, action: Action) {
+        #[cfg(test)]
+        crate::machine::seen::happened("rail order", &action);
         match action {
             Action::Connect { rail } => {
                 self.last_binding += 1;

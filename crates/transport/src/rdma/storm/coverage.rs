@@ -22,6 +22,7 @@ use crate::rdma::inbox::EndpointKey;
 use observer::Action as ObserverAction;
 use peers::Action as PeersAction;
 use publisher::Action as PublisherAction;
+use rail::Action as RailAction;
 
 names!(ObserverAction: ReadPort, Report, CloseGate, CutEndpoints, Publish, ReplaceLazily, HalfOpen,
     EndpointEvent, ReleaseContext, Reopen);
@@ -38,6 +39,7 @@ names!(Parting: Replaced, Withdrawn, Closed);
 names!(Refreshed: Newer, Same, Unavailable, NotFound);
 names!(RailCause: Completion, NoProgress, QueuePairEvent, PeerClosed, Closed, Local, Connect, Probe,
     ProofTimeout, LocalPort, PeerNic, LocalBlamed, PeerBlamed, Slow, Proved, Retry);
+names!(RailAction: Connect, Probe, DropEndpoint, State, RecheckLocal, RefreshPeer);
 names!(Action: Prepare, Raise, Ask, Acknowledge, Answer, Refuse, PassOn, Attach, Detach, ToError,
     TellPeer, AwaitDrain, Destroy, GiveUp, Fenced, Unfenced, Closed);
 names!(CloseCause: Local, Refused, NoAnswer, Mismatch, Timeout, Failed, Stalled, CutOff, Event,
@@ -80,6 +82,7 @@ const NAMED: &[(&str, &[&str])] = &[
     ("peer's NIC", NicChange::NAMES),
     ("parting", Parting::NAMES),
     ("rail cause", RailCause::NAMES),
+    ("rail order", RailAction::NAMES),
     ("engine", Asks::NAMES),
     ("order", Action::NAMES),
     ("close", CloseCause::NAMES),
@@ -194,6 +197,15 @@ const RARE: &[Rare] = &[
         test: (
             "crates/transport/src/machine/rail/tests/scenarios.rs",
             "a_suspect_rail_whose_nic_is_blamed_is_proved_before_it_carries_on",
+        ),
+    },
+    Rare {
+        group: "rail",
+        name: "Suspect > Up",
+        why: "few rails are suspect for a minute before something else takes them down",
+        test: (
+            "crates/transport/src/machine/rail/tests/scenarios.rs",
+            "a_slow_rail_keeps_a_quarter_of_its_share_for_a_minute",
         ),
     },
     Rare {

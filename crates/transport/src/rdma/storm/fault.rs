@@ -38,6 +38,7 @@ words! {
         Visitor = "visitor",
         RegisteredAnew = "registered anew",
         UnreadablePort = "unreadable port",
+        PairsDoNotStop = "pairs do not stop",
         PeerClosed = "peer closed",
         NicComes = "NIC comes",
         NicGoes = "NIC goes",

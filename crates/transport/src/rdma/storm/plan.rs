@@ -121,7 +121,7 @@ impl World {
         let far = &self.hosts[other].nics;
         let far = far[rng.random_range(0..NICS_LCM) % far.len()];
         let span = ms(rng.random_range(5..3_000));
-        let kind = match rng.random_range(0..43) {
+        let kind = match rng.random_range(0..44) {
             0..3 => {
                 self.fabric.port_down(port);
                 self.until(span, End::PortUp(port));
@@ -220,6 +220,7 @@ impl World {
                     WcStatus::RetryExcErr,
                     WcStatus::LocLenErr,
                     WcStatus::LocProtErr,
+                    WcStatus::LocAccessErr,
                 ];
                 let status = *statuses.choose(&mut rng).expect("one");
                 let mut left = 1;
@@ -431,6 +432,24 @@ impl World {
                 self.settle(host);
                 self.until(span, End::Open { host, peer: other });
                 Fault::PeerClosed
+            }
+            43 => {
+                // What is given up meanwhile is not known to be safe.
+                let egress_delay = ms(rng.random_range(1_500..2_500));
+                let link = LinkOptions {
+                    egress_delay,
+                    ..LinkOptions::default()
+                };
+                if !self.degrade(ms(3_000), port, link) {
+                    return;
+                }
+                let guard = self.fabric.refuse_to_stop(id);
+                self.guard(ms(5_000), guard);
+                for _ in 0..4 {
+                    let deadline = ms(rng.random_range(400..900));
+                    self.submit_one(host, other, false, deadline, &mut rng);
+                }
+                Fault::PairsDoNotStop
             }
             39 => {
                 // At most one more for each host: rails grow with the square.
