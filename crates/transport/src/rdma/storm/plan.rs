@@ -435,16 +435,18 @@ impl World {
             }
             43 => {
                 // What is given up meanwhile is not known to be safe.
-                let egress_delay = ms(rng.random_range(1_500..2_500));
-                let link = LinkOptions {
-                    egress_delay,
-                    ..LinkOptions::default()
-                };
-                if !self.degrade(ms(3_000), port, link) {
-                    return;
-                }
+                let mut left = 4;
+                let guard = self.fabric.on_work(move |work| {
+                    if left > 0 && work.nic == id {
+                        left -= 1;
+                        WorkVerdict::LoseCompletion
+                    } else {
+                        WorkVerdict::Pass
+                    }
+                });
+                self.guard(ms(1_000), guard);
                 let guard = self.fabric.refuse_to_stop(id);
-                self.guard(ms(5_000), guard);
+                self.guard(ms(6_000), guard);
                 for _ in 0..4 {
                     let deadline = ms(rng.random_range(400..900));
                     self.submit_one(host, other, false, deadline, &mut rng);
