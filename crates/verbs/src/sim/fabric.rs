@@ -8,6 +8,7 @@ use super::backend;
 use super::core::{Core, FabricStats};
 use super::node::{NicId, NodeId, ProcessId};
 use super::options::{FabricOptions, NicOptions, VerbTime};
+use super::queue_pair::OwnRow;
 use super::slab::Handle;
 use crate::{Device, DeviceList, backend as seam};
 
@@ -197,6 +198,12 @@ impl Fabric {
     /// call; see [`VerbTime::Charge`].
     pub fn take_verb_time(&self, process: ProcessId, nic: NicId) -> Duration {
         self.with(|core| core.take_verb_time(process, nic))
+    }
+
+    /// The row of the adapter's GID table that its queue pair of that number sends with; `None`
+    /// when there is no such queue pair, or it is not connected.
+    pub fn own_row(&self, nic: NicId, qp_num: u32) -> Option<OwnRow> {
+        self.with(|core| core.own_row(nic, qp_num))
     }
 
     /// How long a control verb on the adapter would hang if it were called now.

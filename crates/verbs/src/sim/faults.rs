@@ -9,7 +9,7 @@ use super::link::Partition;
 use super::node::{NicId, PortId, ProcessId};
 use super::options::{EventOptions, LinkOptions};
 use super::rule::{
-    EventVerdict, EventView, PacketVerdict, PacketView, Rule, WorkVerdict, WorkView,
+    EventVerdict, EventView, PacketVerdict, PacketView, PostVerdict, Rule, WorkVerdict, WorkView,
 };
 use crate::{AsyncEventKind, Gid};
 
@@ -65,6 +65,30 @@ impl Fabric {
         judge: impl FnMut(&PacketView) -> PacketVerdict + Send + 'static,
     ) -> FaultGuard {
         self.add_rule(Rule::Packet(Box::new(judge)))
+    }
+
+    /// Judges every work request that is posted and that there is room for, while the guard lives.
+    pub fn on_post(
+        &self,
+        judge: impl FnMut(&WorkView) -> PostVerdict + Send + 'static,
+    ) -> FaultGuard {
+        self.add_rule(Rule::Post(Box::new(judge)))
+    }
+
+    /// Refuses work that is posted on an adapter with an error number, once so many more requests
+    /// were taken, while the guard lives: a call that goes beyond them is taken in part.
+    pub fn refuse_posts(&self, nic: NicId, after: u32, errno: i32) -> FaultGuard {
+        let mut left = after;
+        self.on_post(move |work| {
+            if work.nic != nic {
+                return PostVerdict::Pass;
+            }
+            let Some(rest) = left.checked_sub(1) else {
+                return PostVerdict::Refuse(errno);
+            };
+            left = rest;
+            PostVerdict::Pass
+        })
     }
 
     /// Judges every work request that a device begins with, while the guard lives.

@@ -46,9 +46,11 @@ pub use node::{NicId, NodeId, PortId, ProcessId};
 pub use options::{
     EventOptions, FabricOptions, LinkOptions, NicOptions, OwnPortFailure, PortOptions, VerbTime,
 };
+pub use queue_pair::OwnRow;
 pub use real_time::RealTimeFabric;
 pub use rule::{
-    EventVerdict, EventView, PacketKind, PacketVerdict, PacketView, WorkVerdict, WorkView,
+    EventVerdict, EventView, PacketKind, PacketVerdict, PacketView, PostVerdict, WorkVerdict,
+    WorkView,
 };
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use super::core::Core;
 use super::event::Element;
 use super::node::{NicId, PortId};
 use super::packet::Address;
-use super::rule::WorkVerdict;
+use super::rule::{PostVerdict, WorkVerdict, WorkView};
 use super::slab::Handle;
 use super::trace::trace;
 use crate::error::{Errno, PostRefusal};
@@ -48,11 +48,26 @@ pub(super) struct QueuePair {
     pub(super) established: bool,
 }
 
+/// The row of the own GID table that a queue pair sends with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct OwnRow {
+    /// Its index.
+    pub index: u32,
+    /// What stood there when the queue pair was connected. It sends with this until it is moved to
+    /// RESET or destroyed, whatever becomes of the row.
+    pub gid: Gid,
+    /// When that was, since the fabric's beginning.
+    pub since: Duration,
+}
+
 /// The way to the peer, and the row of the own table that it was made with.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Peer {
     pub(super) rtr: RtrAttr,
     pub(super) own_gid: Gid,
+    /// When it was made.
+    pub(super) since: Duration,
 }
 
 /// Work that was posted and has not ended, oldest first.
@@ -213,6 +228,7 @@ impl Core {
         if let Some(port) = self.port_mut(at) {
             port.gids.acquire(attr.path.sgid_index);
         }
+        let since = self.now;
         let pair = self.live_pair(handle)?;
         pair.state = QpState::ReadyToReceive;
         pair.expected_psn = attr.rq_psn;
@@ -221,6 +237,7 @@ impl Core {
         pair.peer = Some(Peer {
             rtr: *attr,
             own_gid: own,
+            since,
         });
         trace!(
             self,
@@ -384,7 +401,18 @@ impl Core {
         }
     }
 
-    /// Posts work in order, as much as there is room for.
+    /// The row of the own GID table that a pair was connected with, and when.
+    pub(super) fn own_row(&self, nic: NicId, qp_num: u32) -> Option<OwnRow> {
+        let handle = self.nics[nic.0].pairs.get(&qp_num)?;
+        let peer = self.pairs.get(*handle)?.peer?;
+        Some(OwnRow {
+            index: peer.rtr.path.sgid_index,
+            gid: peer.own_gid,
+            since: peer.since,
+        })
+    }
+
+    /// Posts work in order, as much as there is room for and as fault rules let pass.
     ///
     /// In ERR work is accepted and flushed; before RTS it is `EINVAL`.
     pub(super) fn post(
@@ -397,38 +425,69 @@ impl Core {
             in_doubt: 0,
             errno,
         };
-        let packets_per_burst = self.options.packets_per_burst;
         let pair = self.live_pair(handle).map_err(|errno| refuse(0, errno))?;
-        if !matches!(pair.state, QpState::ReadyToSend | QpState::Error) {
+        let state = pair.state;
+        if !matches!(state, QpState::ReadyToSend | QpState::Error) {
             return Err(refuse(0, Errno(libc::EINVAL)));
         }
-        let burst_bytes = u64::from(pair.burst_bytes(packets_per_burst));
         let mut result = Ok(());
         for (posted, request) in requests.iter().enumerate() {
-            if request.sges().len() > pair.capacity.send_sge_max as usize
-                || request.bytes() > 1 << 30
-            {
-                result = Err(refuse(posted, Errno(libc::EINVAL)));
-                break;
+            match self.take_in(handle, request) {
+                Ok(PostVerdict::Doubt(errno)) if result.is_ok() => {
+                    result = Err(PostRefusal {
+                        posted,
+                        in_doubt: requests.len() - posted,
+                        errno: Errno(errno),
+                    });
+                }
+                Ok(_) => {}
+                Err(errno) => {
+                    result = result.and(Err(refuse(posted, errno)));
+                    break;
+                }
             }
-            if pair.send.occupied == pair.capacity.send_wr_max {
-                result = Err(refuse(posted, Errno(libc::ENOMEM)));
-                break;
-            }
-            pair.send.occupied += 1;
-            pair.send.queue.push_back(Work {
-                request: *request,
-                bursts: request.bytes().div_ceil(burst_bytes).max(1) as u32,
-                started: false,
-                verdict: WorkVerdict::Pass,
-            });
         }
-        if pair.state == QpState::Error {
+        if state == QpState::Error {
             self.enter_flush(handle);
         } else {
             self.pump(handle);
         }
         result
+    }
+
+    /// Puts one request into the send queue, and tells what the rules say of it.
+    fn take_in(&mut self, handle: Handle, request: &WorkRequest) -> Result<PostVerdict, Errno> {
+        let (now, packets_per_burst) = (self.now, self.options.packets_per_burst);
+        let pair = self.pair(handle)?;
+        if request.sges().len() > pair.capacity.send_sge_max as usize || request.bytes() > 1 << 30 {
+            return Err(Errno(libc::EINVAL));
+        }
+        if pair.send.occupied == pair.capacity.send_wr_max {
+            return Err(Errno(libc::ENOMEM));
+        }
+        let burst_bytes = u64::from(pair.burst_bytes(packets_per_burst));
+        let view = WorkView {
+            nic: pair.nic,
+            qp_num: pair.number,
+            wr_id: request.wr_id,
+            opcode: request.opcode,
+            bytes: request.bytes(),
+            now,
+        };
+        let verdict = self.judge_post(&view);
+        if let PostVerdict::Refuse(errno) = verdict {
+            trace!(self, "{} refuses work: {errno}", self.pair_name(handle));
+            return Err(Errno(errno));
+        }
+        let pair = self.live_pair(handle)?;
+        pair.send.occupied += 1;
+        pair.send.queue.push_back(Work {
+            request: *request,
+            bursts: request.bytes().div_ceil(burst_bytes).max(1) as u32,
+            started: false,
+            verdict: WorkVerdict::Pass,
+        });
+        Ok(verdict)
     }
 
     /// The pair goes to the error state, by order or by failure.

@@ -65,7 +65,7 @@ pub enum PacketVerdict {
     Duplicate,
 }
 
-/// A work request at the moment when a device begins with it.
+/// A work request at the moment when it is posted, or when a device begins with it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct WorkView {
@@ -96,6 +96,21 @@ pub enum WorkVerdict {
     CompleteAfter(Duration),
     /// It is carried out, and its completion never comes.
     LoseCompletion,
+}
+
+/// What becomes of a work request that is posted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum PostVerdict {
+    /// Nothing special.
+    Pass,
+    /// It is refused with this error number, and so are those behind it in the same call: the
+    /// provider names it (`bad_wr`), and those before it are posted.
+    Refuse(i32),
+    /// It is taken, and so are those behind it in the same call, and the call fails with this error
+    /// number without naming one: nobody can know which of them were taken. soft-RoCE's provider
+    /// does so when its doorbell fails.
+    Doubt(i32),
 }
 
 /// An event before it is put into a context's queue.
@@ -131,6 +146,7 @@ type Judge<View, Verdict> = Box<dyn FnMut(&View) -> Verdict + Send>;
 /// One kind of rule.
 pub(super) enum Rule {
     Packet(Judge<PacketView, PacketVerdict>),
+    Post(Judge<WorkView, PostVerdict>),
     Work(Judge<WorkView, WorkVerdict>),
     Event(Judge<EventView, EventVerdict>),
 }
@@ -176,6 +192,18 @@ impl Core {
             }
         }
         PacketVerdict::Pass
+    }
+
+    pub(super) fn judge_post(&mut self, view: &WorkView) -> PostVerdict {
+        for (_, rule) in &mut self.rules.rules {
+            if let Rule::Post(judge) = rule {
+                let verdict = judge(view);
+                if verdict != PostVerdict::Pass {
+                    return verdict;
+                }
+            }
+        }
+        PostVerdict::Pass
     }
 
     pub(super) fn judge_work(&mut self, view: &WorkView) -> WorkVerdict {

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use super::support::{Connected, Host, MS, connect, init, options, rtr, rts};
 use crate::sim::{
-    Fabric, FabricOptions, LinkOptions, NicOptions, PacketKind, PacketVerdict, WorkVerdict,
+    Fabric, FabricOptions, LinkOptions, NicOptions, PacketKind, PacketVerdict, PostVerdict,
+    WorkVerdict,
 };
 use crate::{
     AccessFlags, AsyncEventKind, InitAttr, Mtu, QpInit, RdmaOpcode, RemoteAddress, WcStatus,
@@ -408,6 +409,47 @@ fn a_rule_fails_delays_or_loses_completions() {
     assert_eq!(two.fabric.stats().rules, 1);
     rule.undo();
     assert_eq!(two.fabric.stats().rules, 0);
+}
+
+#[test]
+fn posts_are_refused_in_part_once_so_many_were_taken() {
+    let two = Connected::new(options());
+    let nic = two.a.nic;
+    let rule = two.fabric.refuse_posts(nic, 3, libc::EINVAL);
+    two.post(&[two.write(1, 8)]);
+    let batch: Vec<_> = (2..6).map(|wr_id| two.write(wr_id, 8)).collect();
+    let error = two
+        .pair_a
+        .post(&batch)
+        .expect_err("only two more are taken");
+    assert_eq!((error.posted, error.in_doubt), (2, 0));
+    assert_eq!(error.errno(), Some(libc::EINVAL));
+    let error = two.pair_a.post(&batch).expect_err("none is");
+    assert_eq!(error.posted, 0);
+    // What was taken is carried out, and the peer's adapter takes work.
+    assert_eq!(two.a.statuses(3), [WcStatus::Success; 3]);
+    assert!(two.a.poll().is_empty());
+    rule.undo();
+    two.post(&batch);
+    assert_eq!(two.a.statuses(4), [WcStatus::Success; 4]);
+}
+
+#[test]
+fn a_post_in_doubt_is_taken_and_named_by_nobody() {
+    let two = Connected::new(options());
+    let rule = two.fabric.on_post(|work| {
+        if work.wr_id == 2 {
+            PostVerdict::Doubt(libc::EIO)
+        } else {
+            PostVerdict::Pass
+        }
+    });
+    let batch: Vec<_> = (1..4).map(|wr_id| two.write(wr_id, 8)).collect();
+    let error = two.pair_a.post(&batch).expect_err("its doorbell fails");
+    assert_eq!((error.posted, error.in_doubt), (1, 2));
+    assert!(!error.is_queue_full());
+    assert_eq!(two.a.statuses(3), [WcStatus::Success; 3]);
+    rule.undo();
 }
 
 #[test]

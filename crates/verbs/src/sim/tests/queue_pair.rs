@@ -464,3 +464,23 @@ fn a_path_mtu_is_what_both_ends_carry() {
         assert_eq!(attr.max_mtu, Some(Mtu::Mtu4096));
     }
 }
+
+#[test]
+fn the_row_that_a_pair_sends_with_is_that_of_its_connection() {
+    let fabric = Fabric::new(options());
+    let (a, b) = (Host::new(&fabric, 1), Host::new(&fabric, 2));
+    let (pair, far) = (a.pair(), b.pair());
+    let number = pair.qp_num();
+    assert_eq!(fabric.own_row(a.nic, number), None, "not connected");
+    fabric.advance(Duration::from_millis(3));
+    connect(&a, &pair, &b, far.qp_num(), 6).expect("connected");
+    let row = fabric.own_row(a.nic, number).expect("connected");
+    let address = row.gid.to_ipv4().expect("that of the host");
+    assert_eq!(row.index, a.gid_index());
+    assert!(row.since >= Duration::from_millis(3));
+    assert!(fabric.delete_address(a.port(), address.into()));
+    let later = fabric.own_row(a.nic, number);
+    assert_eq!(later, Some(row), "whatever becomes of the table");
+    pair.to_reset().expect("RESET");
+    assert_eq!(fabric.own_row(a.nic, number), None);
+}
