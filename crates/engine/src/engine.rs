@@ -220,6 +220,30 @@ impl Engine {
         rails.iter().map(|rail| rail.stats()).collect()
     }
 
+    /// Bytes of host memory that an RDMA device may still read or write, though its transfer has
+    /// ended or its registration was given up: because the device hangs, or refuses to let go.
+    ///
+    /// Counted are what was in flight of transfers that ended as
+    /// [`Unfenced`](rerail_transport::TransferError::Unfenced); all of each registration that
+    /// [`unregister`](Self::unregister), or a [`register`](Self::register) that failed, has left to
+    /// a device; and regions that a device refused to deregister, until it is closed. What counts
+    /// for two of these reasons counts twice. 0 again once the device answers or is closed; always
+    /// 0 over TCP. Memory that this counts must not be freed: `unregister` says
+    /// [`StillOwnedByHardware`](EngineError::StillOwnedByHardware) until it may be. Never blocks.
+    ///
+    /// ```no_run
+    /// # fn watch(engine: &rerail_engine::Engine) {
+    /// let bytes = engine.quarantined_bytes();
+    /// if bytes > 0 {
+    ///     eprintln!("{bytes} bytes are in the hands of a device that does not answer");
+    /// }
+    /// # }
+    /// ```
+    pub fn quarantined_bytes(&self) -> u64 {
+        let rdma = self.inner.rdma.as_ref();
+        rdma.map_or(0, |rdma| rdma.quarantined_bytes())
+    }
+
     /// What batches need of the engine beyond its life.
     pub(crate) fn for_batches(&self) -> ForBatches {
         let inner = &self.inner;

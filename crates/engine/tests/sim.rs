@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use common::{LIMIT, Rig, registered};
 use rerail_engine::{Engine, EngineError, MemoryOptions, RailState, Request, Result, Segment};
 use rerail_verbs::HostMemory;
+use rerail_verbs::sim::WorkVerdict;
 
 /// Two hosts with `rails` NICs each, all in one subnet.
 fn rig(seed: u64, rails: u8) -> Rig {
@@ -275,6 +276,7 @@ fn a_nic_that_hangs_holds_memory_is_named_and_unregister_can_be_called_again() {
         "{error}"
     );
     assert!(error.is_retryable());
+    assert_eq!(engine.quarantined_bytes(), 4096);
     let again = engine.register(&memory, MemoryOptions::default());
     assert!(matches!(again, Err(EngineError::Overlap { .. })));
     let begin = Instant::now();
@@ -282,9 +284,52 @@ fn a_nic_that_hangs_holds_memory_is_named_and_unregister_can_be_called_again() {
         assert!(error.is_retryable(), "{error}");
         assert!(begin.elapsed() < LIMIT, "it never lets go");
     }
+    assert_eq!(engine.quarantined_bytes(), 0);
     engine
         .register(&memory, MemoryOptions::default())
         .expect("free again");
+}
+
+#[test]
+fn memory_of_an_unfenced_write_is_counted_until_its_device_answers() {
+    const LENGTH: u64 = 64 << 10;
+    let rig = rig(41, 1);
+    let (own, peer) = (engine(&rig, 0), engine(&rig, 1));
+    let (source, target) = (registered(&own, LENGTH), registered(&peer, LENGTH));
+    let segment = own.open_segment(peer.name()).expect("the peer is there");
+    write(&own, &segment, &source, &target).expect("connected");
+    assert_eq!(own.quarantined_bytes(), 0);
+    let nic = rig.hosts[0].nics[0];
+    // What is posted from now on never comes back, not even with an error.
+    let _silent = rig.fabric.on_work(move |work| {
+        if work.nic == nic {
+            WorkVerdict::LoseCompletion
+        } else {
+            WorkVerdict::Pass
+        }
+    });
+    rig.fabric.hang_control(nic, Duration::from_secs(8));
+    let batch = own.allocate_batch(1);
+    let mut request = Request::write(&segment, source.addr(), target.addr(), LENGTH);
+    request.timeout = Some(Duration::from_millis(100));
+    batch.submit(&[request]).expect("submitted");
+    let error = batch.wait(LIMIT).expect_err("it cannot be fenced");
+    assert!(error.to_string().contains("fence"), "{error}");
+    assert_eq!(own.quarantined_bytes(), LENGTH);
+    assert_eq!(peer.quarantined_bytes(), 0);
+    // Given up as well, it counts once more; and it must not be freed.
+    let error = own.unregister(source.addr()).expect_err("the device hangs");
+    assert!(
+        matches!(error, EngineError::StillOwnedByHardware { .. }),
+        "{error}"
+    );
+    assert_eq!(own.quarantined_bytes(), 2 * LENGTH);
+    let begin = Instant::now();
+    while own.quarantined_bytes() > 0 {
+        assert!(begin.elapsed() < LIMIT, "it never lets go");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    own.unregister(source.addr()).expect("it has let go");
 }
 
 #[test]

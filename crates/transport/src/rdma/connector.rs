@@ -151,7 +151,9 @@ impl Table {
 }
 
 /// Not bounded by itself: holds at most an outcome per action of the machine, a report per order,
-/// and the peer's requests, whose number the RPC server bounds.
+/// the peer's requests, whose number the RPC server bounds, and what came of the NIC's table and
+/// queue pairs since the task last ran, which waits for nothing but room at a data thread. The
+/// storm has seen four, and asserts that there are never more than 64.
 type Mailbox = mpsc::UnboundedSender<Mail>;
 
 /// The answer to a peer's request.
@@ -200,6 +202,12 @@ impl Connector {
     /// Endpoints whose queue pairs could not be stopped in time, since the start.
     pub fn unfenced(&self) -> u64 {
         self.shared.unfenced.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of transfers that have ended as unfenced and that a device may still read or write:
+    /// those in flight on queue pairs of which it is not known that they have stopped.
+    pub fn quarantined_bytes(&self) -> u64 {
+        self.table().ends.quarantined_bytes()
     }
 
     fn count_unfenced(&self) {

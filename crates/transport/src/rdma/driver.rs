@@ -176,6 +176,30 @@ impl Driver {
         self.flights.len()
     }
 
+    /// Transfers of which it has posted something that has not come back, or whose fence is not
+    /// begun.
+    #[cfg(test)]
+    pub(super) fn has_posted(&self, transfer: &Arc<Transfer>) -> bool {
+        let mut flights = self.flights.iter();
+        let mut links = self.links.iter();
+        let is_it = |other: &Arc<Transfer>| Arc::ptr_eq(other, transfer);
+        flights.any(|(_, flight)| flight.transfer().is_some_and(is_it))
+            || links.any(|(_, link)| link.unfinished().any(is_it))
+    }
+
+    /// Work that waits for room on its rail.
+    #[cfg(test)]
+    pub(super) fn pending(&self) -> usize {
+        let pending = self.lanes.iter().map(|lane| lane.pending.len());
+        pending.sum()
+    }
+
+    /// Reports that wait to be sent, or to be heard.
+    #[cfg(test)]
+    pub(super) fn reports(&self) -> usize {
+        self.unsent.len() + self.reports.max_capacity() - self.reports.capacity()
+    }
+
     /// True when nothing waits in the queues in front of it.
     pub fn is_inbox_empty(&self) -> bool {
         self.inbox.is_empty()
@@ -228,7 +252,11 @@ impl Driver {
             }
             Order::AwaitDrain(endpoint) => self.await_drain(endpoint),
             Order::GiveUp(endpoint) => self.give_up(endpoint, now),
-            Order::Unfence(endpoint, cause) => self.unfence(endpoint, &cause, now),
+            Order::Unfence {
+                endpoint,
+                cause,
+                quarantined_bytes,
+            } => self.unfence(endpoint, &cause, &quarantined_bytes, now),
             Order::Unlink(rail) => {
                 let lane = self.lane(&rail);
                 self.lanes[lane].set_link(None);
@@ -498,7 +526,10 @@ impl Driver {
         if self.batch.is_empty() {
             return false;
         }
-        match pairs.0[queue].post(&self.batch) {
+        let posted = pairs.0[queue].post(&self.batch);
+        #[cfg(test)]
+        self.note_posted(lane_index, key, &pairs.0[queue]);
+        match posted {
             Ok(()) => true,
             Err(error) => {
                 let cause = (!error.is_queue_full()).then(|| error.to_string());
@@ -537,6 +568,19 @@ impl Driver {
             if !told && transfer.has_work() {
                 self.unsent.push_back(Report::Stranded(transfer));
             }
+        }
+    }
+
+    /// Tells the storm that something was posted, or that it was tried.
+    #[cfg(test)]
+    fn note_posted(&mut self, lane: usize, key: u64, pair: &rerail_verbs::QueuePair) {
+        let rail = self.lanes[lane].rail.id();
+        if let Some(link) = self.links.get_mut(key) {
+            super::storm::note_posted(super::storm::Posted {
+                rail,
+                is_gate_open: link.is_gate_open(),
+                qp_num: pair.qp_num(),
+            });
         }
     }
 

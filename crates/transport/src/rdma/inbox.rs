@@ -3,7 +3,7 @@
 //! Every queue is bounded and lock-free. Deliberately not here: any waiting; who finds a queue
 //! full decides for itself.
 
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::thread::Thread;
 use std::time::Duration;
@@ -90,8 +90,15 @@ pub enum Order {
     /// The endpoint's queue pairs are destroyed: nothing will come back any more.
     GiveUp(EndpointKey),
     /// The endpoint's queue pairs could not be stopped in time: what is in flight on it ends as
-    /// unfenced, with this cause.
-    Unfence(EndpointKey, String),
+    /// unfenced.
+    Unfence {
+        /// The endpoint.
+        endpoint: EndpointKey,
+        /// Why they were to be stopped.
+        cause: String,
+        /// Takes how many bytes are in flight, before the first transfer ends.
+        quarantined_bytes: Arc<AtomicU64>,
+    },
     /// The rail does not use its endpoint any more.
     Unlink(Arc<Rail>),
     /// Probe the rail.

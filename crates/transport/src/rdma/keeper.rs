@@ -393,6 +393,11 @@ impl RailKeeper {
     }
 
     /// What is to be done, oldest first.
+    #[cfg(test)]
+    pub(super) fn commands(&self) -> usize {
+        self.book().commands.len()
+    }
+
     pub(super) fn take_commands(&self) -> VecDeque<Command> {
         std::mem::take(&mut self.book().commands)
     }

@@ -216,6 +216,22 @@ impl Link {
             .cloned()
     }
 
+    #[cfg(test)]
+    pub(super) fn is_gate_open(&self) -> bool {
+        self.gate.load(Ordering::Acquire)
+    }
+
+    /// Transfers with slices that have come back and are neither proved nor given back.
+    #[cfg(test)]
+    pub(super) fn unfinished(&self) -> impl Iterator<Item = &Arc<Transfer>> {
+        let doubtful = self
+            .queues
+            .iter()
+            .filter_map(|queue| queue.doubtful.as_ref());
+        let all = self.abandoned.iter().chain(doubtful);
+        all.map(|(transfer, _)| transfer)
+    }
+
     pub(super) fn posted(&mut self, queue: usize, bytes: u64, now: Time) {
         let state = &mut self.queues[queue];
         if state.in_flight == 0 {

@@ -6,7 +6,6 @@
 //! other. A region is entered on the control thread that made it, so that one that comes after its
 //! memory was given up is destroyed there, before a barrier that is submitted later is passed.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -18,6 +17,11 @@ use super::nics::{NICS_MAX, Nics};
 use super::opening::{Opening, REGISTER_MAX};
 use super::slice::{Keys, Piece};
 use crate::TransportError;
+
+mod holders;
+
+pub use holders::Holders;
+use holders::{Holding, Trace};
 
 /// How often whoever waits for a registration looks whether its device is alive.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -313,116 +317,6 @@ impl Chunk {
     }
 }
 
-/// What outlives a registration: who was asked to hold it.
-#[derive(Debug, Default)]
-struct Trace(Arc<Holding>);
-
-impl Drop for Trace {
-    fn drop(&mut self) {
-        self.0.gone.store(true, Ordering::Release);
-    }
-}
-
-#[derive(Debug, Default)]
-struct Holding {
-    /// The registration is gone: its regions were handed to the control threads.
-    gone: AtomicBool,
-    devices: Mutex<Vec<Holder>>,
-}
-
-#[derive(Debug)]
-struct Holder {
-    nic: String,
-    control: ControlThread,
-    /// A job behind the destruction of all regions, once one was submitted.
-    barrier: Option<Pending<()>>,
-}
-
-impl Holding {
-    fn asked(&self, nic: &str, opening: &Opening) {
-        let control = opening.context().control();
-        let mut devices = self.lock();
-        devices.retain(|holder| !holder.control.is_closed());
-        // By its thread, which no other opening has: a device that went and one that came in its
-        // place may have the same name, and openings of the same number.
-        if !devices.iter().any(|holder| holder.control.is_same(control)) {
-            devices.push(Holder {
-                nic: nic.to_owned(),
-                control: control.clone(),
-                barrier: None,
-            });
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Holder>> {
-        // A list of handles is whole whatever panicked.
-        self.devices.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Which devices hold a registration that was given up. A device that hangs holds it until it
-/// answers or is closed; what was not registered with it is not concerned.
-#[derive(Clone, Debug)]
-pub struct Holders(Arc<Holding>);
-
-/// Nobody holds it.
-impl Default for Holders {
-    fn default() -> Self {
-        Self(Arc::new(Holding {
-            gone: AtomicBool::new(true),
-            devices: Mutex::default(),
-        }))
-    }
-}
-
-impl Holders {
-    /// Waits until no device holds it any more, at most `limit`, after its last clone was dropped.
-    ///
-    /// # Errors
-    ///
-    /// The names of the NICs whose devices have not let go of it. It can be asked again.
-    pub fn wait_gone(&self, limit: Duration) -> Result<(), Vec<String>> {
-        let begin = Instant::now();
-        let left = || limit.saturating_sub(begin.elapsed());
-        while !self.0.gone.load(Ordering::Acquire) {
-            if left().is_zero() {
-                return Err(self
-                    .0
-                    .lock()
-                    .iter()
-                    .map(|holder| holder.nic.clone())
-                    .collect());
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let mut devices = self.0.lock();
-        // All at once, since devices work side by side.
-        for holder in devices.iter_mut().filter(|holder| holder.barrier.is_none()) {
-            // One that takes no job now is asked again the next time.
-            holder.barrier = holder.control.submit(|| ()).ok();
-        }
-        devices.retain(|holder| {
-            if holder.control.is_closed() {
-                return false;
-            }
-            match holder
-                .barrier
-                .as_ref()
-                .map(|barrier| barrier.wait_timeout(left()))
-            {
-                Some(Ok(())) => false,
-                // A device is closed once everything of it is gone.
-                Some(Err(VerbsError::JobLost { .. } | VerbsError::ControlClosed { .. })) => false,
-                Some(Err(_)) | None => true,
-            }
-        });
-        if devices.is_empty() {
-            return Ok(());
-        }
-        Err(devices.iter().map(|holder| holder.nic.clone()).collect())
-    }
-}
-
 /// How much memory is registered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Registered {
@@ -443,7 +337,21 @@ impl Registered {
 #[derive(Debug, Default)]
 pub(super) struct Registrations {
     /// Never held while a device works.
-    all: Mutex<Vec<Weak<Inner>>>,
+    all: Mutex<Vec<Listed>>,
+}
+
+/// Memory that is registered, or was given up and is held by a device still.
+#[derive(Debug)]
+struct Listed {
+    memory: Weak<Inner>,
+    bytes: u64,
+    holding: Arc<Holding>,
+}
+
+impl Listed {
+    fn is_over(&self) -> bool {
+        self.memory.strong_count() == 0 && !self.holding.is_held()
+    }
 }
 
 impl Registrations {
@@ -461,8 +369,12 @@ impl Registrations {
         let chunk_max = usize::try_from(chunk_max).unwrap_or(usize::MAX);
         let inner = Arc::new(Inner::new(memory, access, chunk_max, nics.len()));
         let mut all = self.lock();
-        all.retain(|other| other.strong_count() > 0);
-        all.push(Arc::downgrade(&inner));
+        all.retain(|other| !other.is_over());
+        all.push(Listed {
+            memory: Arc::downgrade(&inner),
+            bytes: memory.length() as u64,
+            holding: Arc::clone(&inner.trace.0),
+        });
         // A device that is installed after this finds the memory in the list.
         let open = |nic: &Arc<Nic>| Some((Arc::clone(nic), nic.opening()?));
         let openings: Vec<_> = nics.iter().filter_map(open).collect();
@@ -506,7 +418,7 @@ impl Registrations {
         // Under the lock: memory that is listed after this finds the device open.
         let registered = self.complete(nic, opening).and_then(|listed| {
             taken()?;
-            for memory in listed.iter().filter_map(Weak::upgrade) {
+            for memory in listed.iter().filter_map(|listed| listed.memory.upgrade()) {
                 memory.number(nic.place());
             }
             Ok(())
@@ -529,15 +441,15 @@ impl Registrations {
         &self,
         nic: &Arc<Nic>,
         opening: &Opening,
-    ) -> Result<MutexGuard<'_, Vec<Weak<Inner>>>, TransportError> {
+    ) -> Result<MutexGuard<'_, Vec<Listed>>, TransportError> {
         let registered = self.registered();
         for _ in 0..PASSES_MAX {
             let all = self.lock();
-            let lacking = all.iter().filter(|memory| {
-                let memory = memory.upgrade();
+            let lacking = all.iter().filter(|listed| {
+                let memory = listed.memory.upgrade();
                 memory.is_some_and(|memory| !memory.is_with(nic.place(), opening.number()))
             });
-            let lacking: Vec<_> = lacking.cloned().collect();
+            let lacking: Vec<_> = lacking.map(|listed| listed.memory.clone()).collect();
             if lacking.is_empty() {
                 return Ok(all);
             }
@@ -563,11 +475,23 @@ impl Registrations {
         }
     }
 
-    fn listed(&self) -> Vec<Arc<Inner>> {
-        self.lock().iter().filter_map(Weak::upgrade).collect()
+    /// Bytes of memory that was given up and that a device may hold still. Never blocks.
+    pub(super) fn quarantined_bytes(&self) -> u64 {
+        let mut all = self.lock();
+        all.retain(|listed| !listed.is_over());
+        let given_up = all
+            .iter()
+            .filter(|listed| listed.memory.strong_count() == 0);
+        given_up.map(|listed| listed.bytes).sum()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Weak<Inner>>> {
+    fn listed(&self) -> Vec<Arc<Inner>> {
+        let all = self.lock();
+        let memory = all.iter().filter_map(|listed| listed.memory.upgrade());
+        memory.collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Listed>> {
         // A list of handles is whole whatever panicked.
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -651,8 +575,7 @@ mod tests {
             (nic, opening)
         };
         let (_gone, _come) = (taken_in(), taken_in());
-        let devices = memory.inner.trace.0.lock();
-        let names: Vec<_> = devices.iter().map(|holder| holder.nic.as_str()).collect();
+        let names = memory.inner.trace.0.nics();
         assert_eq!(names, ["sim0", "late0", "late0"]);
     }
 

@@ -390,6 +390,12 @@ impl Router {
         }
     }
 
+    /// Transfers that wait for a rail.
+    #[cfg(test)]
+    pub(super) fn parked(&self) -> usize {
+        self.parked.len()
+    }
+
     /// Offers each parked transfer again.
     fn retry(&self) {
         let now = self.clock.now();

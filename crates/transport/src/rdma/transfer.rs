@@ -7,6 +7,7 @@
 //! a broken connection is fenced; see the modules `router` and `connector`.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -69,6 +70,9 @@ pub struct Transfer {
     /// Takes precedence over `error`: its memory must not be used again.
     unfenced: OnceLock<TransferError>,
     on_finished: Arc<dyn OnFinished>,
+    /// What has ended.
+    #[cfg(test)]
+    ended: std::sync::Mutex<Vec<Range<u64>>>,
 }
 
 impl Transfer {
@@ -86,6 +90,8 @@ impl Transfer {
             error: OnceLock::new(),
             unfenced: OnceLock::new(),
             on_finished,
+            #[cfg(test)]
+            ended: std::sync::Mutex::default(),
         });
         if length == 0 {
             transfer.on_finished.finished(&transfer);
@@ -182,7 +188,7 @@ impl Transfer {
     pub fn complete(&self, slice: Slice) {
         let bytes = u64::from(slice.length);
         self.transferred.fetch_add(bytes, Ordering::AcqRel);
-        self.end(bytes);
+        self.end_bytes(slice.offset..slice.offset + bytes);
     }
 
     /// Takes a slice back whose attempt is locally fenced, to be claimed again; a failed transfer
@@ -242,7 +248,7 @@ impl Transfer {
         fence(Ordering::SeqCst);
         let unclaimed = self.cursor.swap(self.spec.length, Ordering::AcqRel);
         self.end_returned();
-        self.end(self.spec.length - unclaimed);
+        self.end_bytes(unclaimed..self.spec.length);
         // Last, because it may finish the transfer.
         self.release();
         true
@@ -272,12 +278,23 @@ impl Transfer {
 
     fn end_returned(&self) {
         while let Some(slice) = self.returned.pop() {
-            self.end(u64::from(slice.length));
+            self.end_bytes(slice.offset..slice.offset + u64::from(slice.length));
         }
     }
 
+    fn end_bytes(&self, bytes: Range<u64>) {
+        #[cfg(test)]
+        self.note_ended(&bytes);
+        self.end(bytes.end - bytes.start);
+    }
+
     fn end(&self, units: u64) {
-        if units > 0 && self.open.fetch_sub(units, Ordering::AcqRel) == units {
+        if units == 0 {
+            return;
+        }
+        let before = self.open.fetch_sub(units, Ordering::AcqRel);
+        debug_assert!(before >= units, "{units} of {before} that are open end");
+        if before == units {
             self.on_finished.finished(self);
         }
     }
@@ -292,6 +309,46 @@ impl fmt::Debug for Transfer {
             .field("open", &self.open.load(Ordering::Relaxed))
             .field("error", &self.error.get())
             .finish()
+    }
+}
+
+/// What tests look at: which bytes have ended, and how many fences are waited for.
+#[cfg(test)]
+impl Transfer {
+    fn note_ended(&self, bytes: &Range<u64>) {
+        if !bytes.is_empty() {
+            self.ended().push(bytes.clone());
+        }
+    }
+
+    fn ended(&self) -> std::sync::MutexGuard<'_, Vec<Range<u64>>> {
+        self.ended.lock().expect("whole")
+    }
+
+    /// The first byte that has not ended exactly once, if the transfer is finished; `None` if all
+    /// have.
+    pub(super) fn first_amiss(&self) -> Option<u64> {
+        let mut pieces = self.ended().clone();
+        pieces.sort_unstable_by_key(|piece| piece.start);
+        let mut next = 0;
+        for piece in pieces {
+            if piece.start != next {
+                return Some(next.min(piece.start));
+            }
+            next = piece.end;
+        }
+        (next != self.spec.length).then_some(next)
+    }
+
+    /// Fences that it waits for.
+    pub(super) fn fences(&self) -> u64 {
+        let ended: u64 = self
+            .ended()
+            .iter()
+            .map(|piece| piece.end - piece.start)
+            .sum();
+        let open = self.open.load(Ordering::Acquire);
+        open.saturating_sub(self.spec.length - ended)
     }
 }
 

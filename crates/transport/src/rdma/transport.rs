@@ -253,6 +253,21 @@ impl RdmaTransport {
             .register(&self.nics, memory, access, mr_bytes_max)
     }
 
+    /// Bytes of host memory that a device may still read or write, though nobody uses them any more
+    /// for what they were given: because it hangs, or refuses to let go. They are those
+    ///
+    /// - in flight of transfers that have ended as [`Unfenced`](crate::TransferError::Unfenced);
+    /// - of registrations that were given up and that a device has not let go of, all of each;
+    /// - of regions that a device refused to deregister, while it is open.
+    ///
+    /// What counts for two of these reasons counts twice. 0 again once the device answers or is
+    /// closed. From any thread; never blocks.
+    pub fn quarantined_bytes(&self) -> u64 {
+        let in_flight = self.connector.quarantined_bytes();
+        let given_up = self.registrations.quarantined_bytes();
+        in_flight + given_up + self.tries.quarantined_bytes()
+    }
+
     /// Starts a transfer, in slices that every own port can move at once. Never blocks;
     /// `on_finished` is told once it is over.
     pub fn submit(&self, spec: TransferSpec, on_finished: Arc<dyn OnFinished>) -> Arc<Transfer> {

@@ -95,6 +95,13 @@ impl Tries {
         }
     }
 
+    /// Bytes of regions that the device refused to deregister, of openings that are not closed.
+    fn quarantined_bytes(&self) -> u64 {
+        let open = self.lock();
+        let open = open.iter().filter(|known| !known.control.is_closed());
+        open.map(|known| known.control.quarantined_bytes()).sum()
+    }
+
     /// What those are that hang.
     fn hung(&self) -> Vec<State> {
         let mut open = self.lock();
@@ -150,6 +157,12 @@ impl AllTries {
                  answer: see the kernel's log, and reset them"
             ),
         })
+    }
+
+    /// Bytes of regions that devices refused to deregister and that are not closed.
+    pub(super) fn quarantined_bytes(&self) -> u64 {
+        let all = self.lock();
+        all.values().map(|tries| tries.quarantined_bytes()).sum()
     }
 
     /// Forgets the devices that are not there, but for what hangs of them.

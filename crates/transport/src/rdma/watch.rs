@@ -54,7 +54,7 @@ mod tests;
 
 pub(super) use finder::Finder;
 use hints::Hints;
-use mail::{LookUnderWay, Mail, Shared};
+use mail::{ALL, LookUnderWay, Mail, Shared, bit};
 use patience::Patience;
 pub(super) use read::{failure, read_port};
 
@@ -160,7 +160,7 @@ impl Watch {
 
     /// Has a NIC's port read, or all: something suggests that it differs.
     pub(super) fn hint(&self, local: Option<LocalNic>) {
-        self.shared.send(Mail::Hint(local));
+        self.shared.hint(local);
     }
 }
 
@@ -254,13 +254,14 @@ impl Watcher {
     fn step(&mut self, now: Time) -> Time {
         let mut due = now + SLEEP_MAX;
         if self.hints.take(now) {
-            self.hint(now, None);
+            self.hint(now, ALL);
         }
         let news = self.hints.take_device(now);
         due = due.min(self.look(now, news));
         while let Some(mail) = self.shared.mail.pop() {
             self.read_mail(now, mail);
         }
+        self.hint(now, self.shared.take_hints());
         for index in 0..self.entries.len() {
             self.take_events(now, index);
             self.check_control(now, index);
@@ -331,9 +332,10 @@ impl Watcher {
         let _ = rustix::io::read(&self.shared.wake, &mut counter);
     }
 
-    fn hint(&mut self, now: Time, local: Option<LocalNic>) {
+    /// Has the ports of these NICs read, a bit each.
+    fn hint(&mut self, now: Time, nics: u64) {
         for entry in &mut self.entries {
-            if local.is_none_or(|local| local == entry.nic.index()) {
+            if nics & bit(entry.nic.index()) != 0 {
                 entry.observer.handle(now, Input::Hint { port: None });
             }
         }
@@ -341,7 +343,6 @@ impl Watcher {
 
     fn read_mail(&mut self, now: Time, mail: Mail) {
         match mail {
-            Mail::Hint(local) => self.hint(now, local),
             Mail::Reopened {
                 nic,
                 epoch,
@@ -707,7 +708,7 @@ fn read_in_pool(
 }
 
 /// The rows of a table that was read whole. One that was not says nothing of what is missing.
-fn rows_of(reading: &PortReading) -> Option<Arc<[Row]>> {
+pub(super) fn rows_of(reading: &PortReading) -> Option<Arc<[Row]>> {
     let rows = reading.gids.iter().map(|entry| Row {
         index: entry.index,
         gid: entry.gid,

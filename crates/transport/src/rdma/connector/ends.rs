@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rerail_verbs::ControlThread;
 
@@ -23,6 +23,8 @@ pub(super) struct Proof {
     stopped: Arc<AtomicBool>,
     /// What we had posted on them has come back, too.
     drained: Arc<AtomicBool>,
+    /// Bytes in flight on them when it was given up to wait for that.
+    quarantined_bytes: Arc<AtomicU64>,
     /// The thread of the opening that the queue pairs were made of.
     control: ControlThread,
 }
@@ -33,6 +35,7 @@ impl Proof {
         Self {
             stopped: Arc::default(),
             drained: Arc::default(),
+            quarantined_bytes: Arc::default(),
             control: opening.context().control().clone(),
         }
     }
@@ -60,6 +63,21 @@ impl Proof {
     /// They are in ERR: what was in flight on them has come back, or they were moved there.
     pub(super) fn has_stopped(&self) -> bool {
         self.is_given() || self.is_drained()
+    }
+
+    /// Takes how many bytes are in flight, when that is not waited for any more.
+    pub(super) fn quarantine(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.quarantined_bytes)
+    }
+
+    /// How many of those may be read or written still.
+    fn quarantined_bytes(&self) -> u64 {
+        let bytes = self.quarantined_bytes.load(Ordering::Acquire);
+        if bytes == 0 || self.is_quiet() {
+            0
+        } else {
+            bytes
+        }
     }
 
     /// Nothing moves over the queue pairs any more, in either direction.
@@ -151,6 +169,14 @@ impl Ends {
         }
     }
 
+    /// Bytes in flight on ends that could not be stopped in time, and are not known to have stopped
+    /// since.
+    pub(super) fn quarantined_bytes(&self) -> u64 {
+        let live = self.live.values().map(|end| &end.proof);
+        let over = self.over.values().flatten().map(|over| &over.proof);
+        live.chain(over).map(Proof::quarantined_bytes).sum()
+    }
+
     /// Whether a request to close may be about an end that has ended without proof. A peer that
     /// says no packet number, or never did, means any between the two NICs.
     pub(super) fn is_unproved(&self, place: &(u32, String), psn: Option<u32>) -> bool {
@@ -214,6 +240,7 @@ mod tests {
         Proof {
             stopped: Arc::default(),
             drained: Arc::default(),
+            quarantined_bytes: Arc::default(),
             control: context.control().clone(),
         }
     }

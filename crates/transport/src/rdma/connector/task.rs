@@ -162,7 +162,11 @@ impl EndpointTask {
                 // What has come counts, though the time may be over: this process was stopped.
                 biased;
                 next = mail.recv() => match next {
-                    Some(next) => self.read(next).await,
+                    Some(next) => {
+                        #[cfg(test)]
+                        super::super::storm::note_mail(mail.len());
+                        self.read(next).await;
+                    }
                     None => break,
                 },
                 () = sleep => {
@@ -364,8 +368,13 @@ impl EndpointTask {
                 );
                 self.connector.count_unfenced();
                 self.tell_fence(FenceStep::Ended { complete: false });
-                if self.attached {
-                    self.order(Order::Unfence(self.key, cause)).await;
+                if let Some(proof) = self.proof.as_ref().filter(|_| self.attached) {
+                    let unfence = Order::Unfence {
+                        endpoint: self.key,
+                        cause,
+                        quarantined_bytes: proof.quarantine(),
+                    };
+                    self.order(unfence).await;
                 }
             }
             Action::Closed(cause) => {

@@ -7,6 +7,7 @@ use rerail_verbs::RdmaOpcode;
 use rerail_verbs::sim::{FaultGuard, LinkOptions, NicId, WorkVerdict};
 
 use super::super::rig::{KIB, LIMIT, Move, Rig, peer_of, registered, rig, wait_until};
+use super::super::transport::RdmaTransport;
 use super::*;
 use crate::TransferError;
 
@@ -277,13 +278,18 @@ fn permits_for_servers_that_nobody_talks_to_are_forgotten() {
     assert!(Arc::ptr_eq(&held, &a.connector().permits("held")));
 }
 
-/// What becomes of a write that runs out of time once its way is blocked and its NIC is at fault.
-fn write_with_fault<T>(rig: &Rig, fault: impl FnOnce(NicId) -> T) -> (TransferError, u64) {
+/// What becomes of a write that runs out of time once its way is blocked and its NIC is at fault,
+/// and the transport that it was made with.
+fn write_with_fault<T>(
+    rig: &Rig,
+    fault: impl FnOnce(NicId) -> T,
+) -> (TransferError, RdmaTransport) {
     let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
     let peer = peer_of(&a, 1, &b);
     let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
     let write = Move::all(&a, &peer, &source, &target);
     write.run().expect("moved");
+    assert_eq!(a.quarantined_bytes(), 0);
     let lost = rig.fabric.block(&[rig.port(0, 0)], &[rig.port(1, 0)]);
     let _fault = fault(rig.hosts[0].1[0]);
     let late = Move {
@@ -293,8 +299,13 @@ fn write_with_fault<T>(rig: &Rig, fault: impl FnOnce(NicId) -> T) -> (TransferEr
     let begin = Instant::now();
     let error = late.run().expect_err("nothing gets through");
     assert!(begin.elapsed() < Duration::from_millis(3_500));
+    // What the error says is counted by now.
+    let is_unfenced = matches!(error, TransferError::Unfenced { .. });
+    let expected = if is_unfenced { 64 * KIB } else { 0 };
+    assert_eq!(a.quarantined_bytes(), expected, "{error}");
     drop(lost);
-    (error, a.connector().unfenced())
+    drop(source);
+    (error, a)
 }
 
 /// No write but the first completes.
@@ -317,26 +328,33 @@ const HANGS_LONG: Duration = Duration::from_secs(4);
 fn a_control_thread_that_hangs_ends_transfers_as_unfenced_whose_work_does_not_come_back() {
     let rig = rig(7, 1);
     let _silent = lose_writes(&rig);
-    let (error, unfenced) = write_with_fault(&rig, |nic| rig.fabric.hang_control(nic, HANGS_LONG));
+    let (error, a) = write_with_fault(&rig, |nic| rig.fabric.hang_control(nic, HANGS_LONG));
     assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
-    assert_eq!(unfenced, 1);
+    assert_eq!(a.connector().unfenced(), 1);
+    wait_until("the device answers", || a.quarantined_bytes() == 0);
 }
 
 #[test]
 fn a_device_that_refuses_to_stop_ends_transfers_as_unfenced_whose_work_does_not_come_back() {
     let rig = rig(52, 1);
     let _silent = lose_writes(&rig);
-    let (error, unfenced) = write_with_fault(&rig, |nic| rig.fabric.refuse_to_stop(nic));
+    let (error, a) = write_with_fault(&rig, |nic| rig.fabric.refuse_to_stop(nic));
     assert!(matches!(error, TransferError::Unfenced { .. }), "{error}");
-    assert_eq!(unfenced, 1);
+    assert_eq!(a.connector().unfenced(), 1);
+    wait_until("the memory is let go of", || {
+        a.quarantined_bytes() == 64 * KIB
+    });
+    // What could not be destroyed is there until its device is closed.
+    a.nics()[0].release();
+    wait_until("the device is closed", || a.quarantined_bytes() == 0);
 }
 
 #[test]
 fn work_that_came_back_with_an_error_is_fenced_though_the_control_thread_hangs() {
     let rig = rig(9, 1);
-    let (error, unfenced) = write_with_fault(&rig, |nic| rig.fabric.hang_control(nic, HANGS_LONG));
+    let (error, a) = write_with_fault(&rig, |nic| rig.fabric.hang_control(nic, HANGS_LONG));
     assert!(matches!(error, TransferError::Deadline { .. }), "{error}");
-    assert_eq!(unfenced, 0);
+    assert_eq!(a.connector().unfenced(), 0);
 }
 
 #[test]

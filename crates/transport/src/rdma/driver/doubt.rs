@@ -85,6 +85,8 @@ impl Driver {
         }
         self.lanes[lane].posted(now);
         let posted = pairs.0[queue].post(&[request]);
+        #[cfg(test)]
+        self.note_posted(lane, key, &pairs.0[queue]);
         if let Err(error) = posted
             && error.posted + error.in_doubt == 0
         {

@@ -74,6 +74,10 @@ impl Driver {
         if let Some(probe) = &mut self.lanes[index].probe {
             probe.left = left;
         }
+        #[cfg(test)]
+        for pair in &pairs.0 {
+            self.note_posted(index, key, pair);
+        }
         if let Some(error) = refused {
             self.lanes[index].probe = None;
             self.break_link(key, &format!("a probe cannot be posted: {error}"));

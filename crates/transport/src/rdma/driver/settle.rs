@@ -7,6 +7,7 @@
 //! be reported finished.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rerail_verbs::RdmaOpcode;
 
@@ -127,10 +128,20 @@ impl Driver {
 
     /// Ends everything that is in flight on an endpoint that cannot be stopped: it must not be
     /// posted elsewhere, since it may still be carried out.
-    pub(super) fn unfence(&mut self, endpoint: EndpointKey, cause: &str, now: Time) {
+    /// `quarantined_bytes` tells how much that is.
+    pub(super) fn unfence(
+        &mut self,
+        endpoint: EndpointKey,
+        cause: &str,
+        quarantined_bytes: &AtomicU64,
+        now: Time,
+    ) {
         let Some(key) = self.link_keys.get(&endpoint).copied() else {
             return;
         };
+        if let Some(link) = self.links.get_mut(key) {
+            quarantined_bytes.store(link.in_flight_bytes, Ordering::Release);
+        }
         let in_flight = self.flights.iter().filter(|(_, flight)| flight.link == key);
         for transfer in in_flight.filter_map(|(_, flight)| flight.transfer()) {
             transfer.unfence(cause);

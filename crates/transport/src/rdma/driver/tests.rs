@@ -1,12 +1,14 @@
 //! One driver in virtual time: what it posts, and whom it takes for stalled.
 
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rerail_verbs::sim::{
-    Fabric, FabricOptions, FaultGuard, LinkOptions, NicId, NicOptions, VerbTime, WorkVerdict,
+    Fabric, FabricOptions, FaultGuard, LinkOptions, NicId, NicOptions, PostVerdict, VerbTime,
+    WorkVerdict,
 };
 use rerail_verbs::{AccessFlags, HostMemory};
+use rustix::io::Errno;
 
 use super::check::RATE_ASSUMED;
 use super::*;
@@ -259,6 +261,17 @@ impl Rig {
             }
         }
         panic!("nothing stalls");
+    }
+
+    /// Counts the work that begins on the driver's NIC from now on.
+    fn count_work(&self) -> (Arc<AtomicUsize>, FaultGuard) {
+        let (count, own) = (Arc::new(AtomicUsize::new(0)), self.own);
+        let counted = Arc::clone(&count);
+        let guard = self.fabric.on_work(move |work| {
+            counted.fetch_add(usize::from(work.nic == own), Ordering::Relaxed);
+            WorkVerdict::Pass
+        });
+        (count, guard)
     }
 
     /// No work that begins from now on completes.
@@ -543,4 +556,99 @@ fn what_has_failed_does_not_count_as_given_to_other_rails() {
     assert_eq!(leftover.rerouted_bytes, 2 * u64::from(SLICE));
     assert_eq!(leftover.held.len(), 5, "what was posted may arrive still");
     assert!(goes_on.has_work());
+}
+
+#[test]
+fn x20_a_post_that_is_taken_in_part_is_not_posted_again_in_that_part() {
+    let mut rig = Rig::new(10, config());
+    let (begun, _counting) = rig.count_work();
+    let refusal = rig
+        .fabric
+        .refuse_posts(rig.own, 3, Errno::INVAL.raw_os_error());
+    let transfer = rig.write(0, 8);
+    rig.driver.step(rig.now);
+    assert_eq!(rig.driver.in_flight(), 3, "what the provider has taken");
+    refusal.undo();
+    rig.run(ms(10));
+    let taken = 3 * u64::from(SLICE);
+    assert_eq!(transfer.transferred_bytes(), taken);
+    assert_eq!(transfer.unclaimed_bytes(), 5 * u64::from(SLICE));
+    assert_eq!(rig.driver.in_flight(), 0);
+    let reports: Vec<_> = std::iter::from_fn(|| rig.reports.try_recv().ok()).collect();
+    assert!(
+        matches!(
+            reports[..],
+            [
+                Report::Stranded(_),
+                Report::Broken { endpoint: 1, .. },
+                Report::Drained { endpoint: 1, .. }
+            ]
+        ),
+        "{reports:?}"
+    );
+    // Another rail takes the rest.
+    let work = Work::queue(&transfer, &rig.rail(1), 1).expect("not queued");
+    rig.inbox.submit(work).expect("there is room");
+    rig.run(ms(10));
+    assert!(transfer.is_finished() && transfer.error().is_none());
+    assert_eq!(transfer.first_amiss(), None, "each byte ended once");
+    assert_eq!(
+        begun.load(Ordering::Relaxed),
+        8,
+        "each slice was posted once"
+    );
+    assert_eq!(transfer.retried_slices(), 0, "none was abandoned");
+}
+
+#[test]
+fn x20_a_queue_that_is_full_sooner_than_was_counted_gets_the_rest_later() {
+    let mut rig = Rig::new(11, config());
+    let (begun, _counting) = rig.count_work();
+    let refusal = rig
+        .fabric
+        .refuse_posts(rig.own, 3, Errno::NOMEM.raw_os_error());
+    let transfer = rig.write(0, 8);
+    rig.driver.step(rig.now);
+    assert_eq!(rig.driver.in_flight(), 3);
+    refusal.undo();
+    rig.run(ms(10));
+    // Whoever hears of it offers the rest again; the endpoint is whole.
+    let report = rig.reports.try_recv();
+    assert!(matches!(report, Ok(Report::Stranded(_))), "{report:?}");
+    let work = Work::queue(&transfer, &rig.rail(0), 1).expect("not queued");
+    rig.inbox.submit(work).expect("there is room");
+    rig.run(ms(10));
+    assert_eq!(rig.broken(), []);
+    assert!(transfer.is_finished() && transfer.error().is_none());
+    assert_eq!(transfer.first_amiss(), None);
+    assert_eq!(begun.load(Ordering::Relaxed), 8);
+}
+
+#[test]
+fn x20_work_of_which_nobody_says_whether_it_was_taken_is_in_flight() {
+    let mut rig = Rig::new(12, config());
+    let (begun, _counting) = rig.count_work();
+    let own = rig.own;
+    let mut seen = 0;
+    let doubt = rig.fabric.on_post(move |work| {
+        seen += u32::from(work.nic == own);
+        if seen == 3 {
+            PostVerdict::Doubt(Errno::IO.raw_os_error())
+        } else {
+            PostVerdict::Pass
+        }
+    });
+    let transfer = rig.write(0, 8);
+    rig.driver.step(rig.now);
+    assert_eq!(rig.driver.in_flight(), 8, "all may have been taken");
+    doubt.undo();
+    rig.run(ms(10));
+    let broken = rig.broken();
+    assert!(
+        matches!(broken[..], [(1, CloseCause::Broken(_))]),
+        "{broken:?}"
+    );
+    assert!(transfer.is_finished(), "all were taken, and came back");
+    assert_eq!(transfer.first_amiss(), None);
+    assert_eq!(begun.load(Ordering::Relaxed), 8);
 }

@@ -18,7 +18,6 @@ use crate::machine::peers::{self, NicChange, Parting, Trouble};
 use crate::machine::publisher::{self, Edit, StoreRequest};
 use crate::machine::rail::{LocalGate, NoPath, RailState};
 use crate::machine::{Machine, drive};
-use crate::rdma::driver::Activity;
 use crate::rdma::rail::{Peer, PeerNic, PeerSpec};
 use crate::rdma::watch;
 use rand::Rng as _;
@@ -61,6 +60,7 @@ impl World {
             return false;
         };
         let mut moved = node.turns.run();
+        node.heed_tables();
         let outgoing = node.outbox.take();
         moved |= !outgoing.is_empty();
         self.take_notes(host);
@@ -92,33 +92,6 @@ impl World {
         }
         moved |= self.step_drivers(host, is_first);
         moved | self.turn_controls(host)
-    }
-
-    /// What the data threads do.
-    fn step_drivers(&mut self, host: usize, is_first: bool) -> bool {
-        let now = self.now;
-        let Some(node) = self.node(host) else {
-            return false;
-        };
-        let mut moved = false;
-        for port in &mut node.ports {
-            if !is_first && port.inbox.is_empty() && !port.is_busy {
-                continue;
-            }
-            let is_shut = !port.nic.is_gate_open();
-            let before = port.driver.in_flight();
-            if let (false, Some(facts)) = (is_shut, port.observer.facts(1)) {
-                assert!(port.observer.gate_open(1), "the NIC's gate is open alone");
-                let known = facts.gid.as_ref().map(|row| row.gid);
-                let used = port.nic.facts().map(|facts| facts.gid.gid);
-                assert_eq!(used, known, "an address that is known to be gone is used");
-            }
-            port.is_busy = port.driver.step(now) == Activity::Busy;
-            let after = port.driver.in_flight();
-            assert!(!is_shut || after <= before, "posted through a closed gate");
-            moved |= port.is_busy;
-        }
-        moved
     }
 
     /// What the control threads do: one verb each, if the one before is done.
@@ -189,12 +162,22 @@ impl World {
                     port.observer.handle(now, input);
                 }
             }
-            let mut actions = Vec::new();
-            drive(&mut port.observer, now, |action| actions.push(action));
-            moved |= !actions.is_empty();
-            for action in actions {
-                self.observed(host, LocalNic(at as u32), action);
-            }
+            moved |= self.drive_observer(host, at);
+        }
+        moved
+    }
+
+    /// Carries out what an observer wants; false if it wants nothing.
+    pub(super) fn drive_observer(&mut self, host: usize, at: usize) -> bool {
+        let now = self.now;
+        let mut actions = Vec::new();
+        if let Some(node) = self.node(host) {
+            let observer = &mut node.ports[at].observer;
+            drive(observer, now, |action| actions.push(action));
+        }
+        let moved = !actions.is_empty();
+        for action in actions {
+            self.observed(host, LocalNic(at as u32), action);
         }
         moved
     }
@@ -253,6 +236,7 @@ impl World {
                     nic,
                     epoch,
                     read,
+                    at: now,
                     result,
                 };
                 self.later(host, after, reading);
@@ -513,9 +497,13 @@ impl World {
 
     /// A peer's life is over: what is bound to it ends, as `engine::peers` does it.
     fn part(&mut self, host: usize, peer: PeerId, name: String, parting: Parting) {
+        if parting == Parting::Replaced {
+            self.expect_restarted(host, peer);
+        }
         let Some(node) = self.node(host) else {
             return;
         };
+        node.retired.insert(peer);
         let failure = match parting {
             Parting::Replaced => Some(TransferError::PeerRestarted { peer: name }),
             Parting::Withdrawn => Some(TransferError::NoPath {

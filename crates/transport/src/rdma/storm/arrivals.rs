@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::checks::Table;
 use super::ledger::Life;
 use super::link::{Message, Outgoing, lock};
 use super::node::REGION;
@@ -12,6 +13,7 @@ use crate::machine::observer;
 use crate::machine::peers;
 use crate::machine::publisher::Edit;
 use crate::rdma::SignalError;
+use crate::rdma::watch;
 
 impl World {
     pub(super) fn happen(&mut self, host: usize, coming: Coming) {
@@ -25,14 +27,24 @@ impl World {
                 nic,
                 epoch,
                 read,
+                at,
                 result,
             } => {
+                let rows = result.as_ref().ok().and_then(watch::rows_of);
                 let input = observer::Input::PortRead {
                     epoch,
                     read,
                     result,
                 };
                 node.ports[nic as usize].observer.handle(now, input);
+                self.drive_observer(host, nic as usize);
+                let Some(node) = self.node(host) else {
+                    return;
+                };
+                if let Some(rows) = rows {
+                    node.connector.table_read(LocalNic(nic), &rows);
+                    node.ports[nic as usize].told_table = Some(Table { at, rows });
+                }
             }
             Coming::Reopen { nic, epoch } => self.reopen(host, LocalNic(nic), epoch),
             Coming::StoreRequest(ticket, request) => self.ask_store(host, ticket, request),

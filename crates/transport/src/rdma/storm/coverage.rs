@@ -380,6 +380,11 @@ pub(super) fn keep_notes() {
     drop(seen::take());
 }
 
+/// Whether this thread runs a storm.
+pub(super) fn keeps_notes() -> bool {
+    NOTES.with_borrow(Option::is_some)
+}
+
 pub(super) fn take_notes() -> Vec<Note> {
     NOTES.with_borrow_mut(|notes| notes.as_mut().map(std::mem::take).unwrap_or_default())
 }

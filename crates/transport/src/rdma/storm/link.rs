@@ -81,6 +81,11 @@ impl Outbox {
         std::mem::take(&mut lock(&self.0).all)
     }
 
+    /// What waits to be carried on.
+    pub(super) fn waiting(&self) -> usize {
+        lock(&self.0).all.len()
+    }
+
     /// Queue pairs that were made on a NIC of this node lately.
     pub(super) fn pairs(&self, path: &str) -> Vec<u32> {
         let waiting = lock(&self.0);

@@ -5,10 +5,14 @@
 //! the while; then the faults end, and everything must heal within a stated time.
 //!
 //! *Safety, at each step*: a transfer is reported as success only if the bytes match; each request
-//! and slice ends exactly once; nothing is posted through a closed gate, over a GID that the
-//! observer knows to be gone, or to a retired instance; generations never go back; no byte changes
-//! in memory after its transfer was reported; queues stay within their bounds. *Liveness*: faults
-//! off, records equal reality, rails are up, all pairs transfer, and nothing is left over.
+//! and each byte of it ends exactly once; generations never go back; no byte changes in memory
+//! after its transfer was reported; every queue stays within a bound. Of each post of a data
+//! thread: the gates of NIC and endpoint are open, the peer's instance is not retired, and the row
+//! of the GID table that its queue pair sends with was there when the table was last read, unless
+//! it was connected since. (That the row goes in this instant nobody can know yet.) When a peer
+//! turns out to be restarted, transfers of which nothing is under way end within a second, and say
+//! so. *Liveness*: faults off, records equal reality, rails are up, all pairs transfer, no memory
+//! is quarantined, and nothing is left over.
 //!
 //! `cargo xtask sim --seeds N --seed S` runs it at length. The same seed gives the same trace, byte
 //! for byte. A seed that fails is printed, kept in `target/sim/`, and shortened ([`failure`]): each
@@ -26,6 +30,7 @@
 
 mod actions;
 mod arrivals;
+mod checks;
 mod coverage;
 mod failure;
 mod fault;
@@ -45,6 +50,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+pub(super) use checks::{Posted, note_mail, note_posted};
 use coverage::Coverage;
 use failure::{Cut, Failure};
 pub(super) use turns::{Hand, Turns};

@@ -1,7 +1,7 @@
 //! One node: a process with the engine's RDMA side, its machines and its work.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use rerail_verbs::sim::{Fabric, NicId, NodeId, ProcessId};
 use rerail_verbs::{AccessFlags, ControlThread, HostMemory};
 use tokio::sync::mpsc;
 
+use super::checks::{Due, Table};
 use super::ledger::{Flight, Life, SLOT_BYTES, SLOTS, TransferId};
 use super::link::{Admits, Outbox, instance_of, lock};
 use super::turns::{Hand, Turns};
@@ -53,7 +54,7 @@ const SLICE_BYTES: u32 = 4 * 1024;
 const DEPTH: u32 = 8;
 
 /// Completions that wait on a NIC at most, and so work in flight.
-const COMPLETIONS_MAX: u32 = 128;
+pub(super) const COMPLETIONS_MAX: u32 = 128;
 
 /// Endpoints of a NIC at most.
 const ENDPOINTS_MAX: u32 = 512;
@@ -141,6 +142,10 @@ pub(super) struct Port {
     pub(super) opening: Option<Arc<Opening>>,
     /// Those of this opening and of earlier ones that are not closed yet.
     pub(super) controls: Vec<Control>,
+    /// The GID table as the endpoints know it.
+    pub(super) table: Option<Table>,
+    /// The same as they will know it once they have read their mail.
+    pub(super) told_table: Option<Table>,
 }
 
 impl Port {
@@ -162,6 +167,8 @@ impl Port {
             nic,
             inbox,
             controls: Vec::new(),
+            table: None,
+            told_table: None,
         }
     }
 }
@@ -210,6 +217,10 @@ pub(super) struct Node {
     pub(super) generation: u64,
     /// The last generation taken in of each peer.
     pub(super) generations: BTreeMap<PeerId, u64>,
+    /// Peers whose life is over.
+    pub(super) retired: BTreeSet<PeerId>,
+    /// What is to be reported by a certain time.
+    pub(super) due: Vec<Due>,
     pub(super) next: u64,
 }
 
@@ -357,10 +368,21 @@ impl Node {
             jobs: BTreeMap::new(),
             generation: 0,
             generations: BTreeMap::new(),
+            retired: BTreeSet::new(),
+            due: Vec::new(),
             next: 1,
         };
         node.know_controls(now);
         node
+    }
+
+    /// The endpoints have read what they were told of GID tables.
+    pub(super) fn heed_tables(&mut self) {
+        for port in &mut self.ports {
+            if let Some(table) = port.told_table.take() {
+                port.table = Some(table);
+            }
+        }
     }
 
     /// Takes in control threads of devices that were opened.

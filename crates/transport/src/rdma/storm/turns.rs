@@ -61,6 +61,11 @@ impl Hand {
         sleepers.wakers.keys().next().map(|(due, _)| *due)
     }
 
+    /// How many sleep.
+    pub(super) fn sleepers(&self) -> usize {
+        lock(&self.sleepers).wakers.len()
+    }
+
     pub(in crate::rdma) fn sleep_until(&'static self, due: Time) -> impl Future<Output = ()> {
         Sleep {
             hand: self,
@@ -166,6 +171,11 @@ impl Turns {
             }
         }
         panic!("a node's tasks never rest");
+    }
+
+    /// Tasks that have not ended.
+    pub(super) fn tasks(&self) -> usize {
+        lock(&self.0.tasks).len()
     }
 
     /// Ends all tasks where they stand, as the end of their process does.

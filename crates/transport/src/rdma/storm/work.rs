@@ -39,6 +39,8 @@ impl World {
         };
         let job = node.jobs.get_mut(&id).expect("it is finished once");
         assert!(job.transfer.is_finished());
+        let amiss = job.transfer.first_amiss();
+        assert_eq!(amiss, None, "{id:?}: a byte that has not ended once");
         let error = job.transfer.error().cloned();
         let is_refused = matches!(error, Some(TransferError::RemoteAccess { .. }));
         if !is_refused || job.reposted {
@@ -126,6 +128,13 @@ impl World {
         };
         let own = node.life;
         let job = node.jobs.remove(&id).expect("it is reported once");
+        if node.due.iter().any(|due| due.transfer == id) {
+            let is_restarted = matches!(error, Some(TransferError::PeerRestarted { .. }));
+            assert!(
+                is_restarted,
+                "{id:?}: its peer was restarted, and {error:?}"
+            );
+        }
         let is_fenced = !matches!(error, Some(TransferError::Unfenced { .. }));
         let how = error.as_ref().map_or(Luck::Success.name(), Named::name);
         if error.is_none() {

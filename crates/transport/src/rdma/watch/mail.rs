@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crossbeam::queue::SegQueue;
 use rerail_verbs::VerbsError;
@@ -12,6 +12,7 @@ use crate::TransportError;
 use crate::machine::ids::LocalNic;
 use crate::machine::observer::{self, ReadId};
 use crate::rdma::memory::Registered;
+use crate::rdma::nics::NICS_MAX;
 
 /// What reaches the thread from others.
 pub(super) enum Mail {
@@ -30,18 +31,27 @@ pub(super) enum Mail {
         registered: Registered,
         result: Result<(), TransportError>,
     },
-    /// Something suggests that a port, or all, may differ.
-    Hint(Option<LocalNic>),
     /// A NIC was taken in that was not there at the start, and so were those before it.
     Appeared(LocalNic),
     /// The devices of the machine were looked at, or could not be; those of these NICs are gone.
     Looked { gone: Vec<LocalNic> },
 }
 
+/// All NICs, a bit each.
+pub(super) const ALL: u64 = u64::MAX;
+
+/// That of one NIC.
+pub(super) fn bit(nic: LocalNic) -> u64 {
+    const { assert!(NICS_MAX <= u64::BITS as usize) }
+    1_u64.checked_shl(nic.0).unwrap_or(0)
+}
+
 pub(super) struct Shared {
-    /// Not bounded by itself: a reading that is out a port, and hints, which are made one by one
-    /// for errors.
+    /// Bounded by what is under way: a reading and an opening a NIC at once, a look at the devices
+    /// in all, and a NIC appears once.
     pub(super) mail: SegQueue<Mail>,
+    /// NICs whose ports may differ, a bit each: however often that is said, they are read once.
+    hints: AtomicU64,
     pub(super) wake: OwnedFd,
     pub(super) stop: AtomicBool,
 }
@@ -50,6 +60,7 @@ impl Shared {
     pub(super) fn new() -> std::io::Result<Self> {
         Ok(Self {
             mail: SegQueue::new(),
+            hints: AtomicU64::new(0),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             stop: AtomicBool::new(false),
         })
@@ -58,6 +69,18 @@ impl Shared {
     pub(super) fn send(&self, mail: Mail) {
         self.mail.push(mail);
         self.wake();
+    }
+
+    /// Something suggests that a NIC's port, or all, may differ.
+    pub(super) fn hint(&self, local: Option<LocalNic>) {
+        self.hints
+            .fetch_or(local.map_or(ALL, bit), Ordering::AcqRel);
+        self.wake();
+    }
+
+    /// The NICs of which that was said since this was last asked.
+    pub(super) fn take_hints(&self) -> u64 {
+        self.hints.swap(0, Ordering::AcqRel)
     }
 
     pub(super) fn wake(&self) {
@@ -85,5 +108,27 @@ impl Drop for LookUnderWay {
     fn drop(&mut self) {
         let gone = std::mem::take(&mut self.gone);
         self.shared.send(Mail::Looked { gone });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_are_kept_once_a_nic_however_many_there_are() {
+        let shared = Shared::new().expect("a descriptor");
+        for _ in 0..1_000 {
+            shared.hint(Some(LocalNic(3)));
+            shared.hint(Some(LocalNic(63)));
+        }
+        assert_eq!(shared.take_hints(), 1 << 3 | 1 << 63);
+        assert_eq!(shared.take_hints(), 0, "they are taken once");
+        shared.hint(Some(LocalNic(3)));
+        shared.hint(None);
+        assert_eq!(shared.take_hints(), ALL);
+        // A NIC that is none of ours has no port to read.
+        shared.hint(Some(LocalNic(u32::MAX)));
+        assert_eq!(shared.take_hints(), 0);
     }
 }
