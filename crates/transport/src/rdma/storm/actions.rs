@@ -503,7 +503,10 @@ impl World {
         let Some(node) = self.node(host) else {
             return;
         };
-        node.retired.insert(peer);
+        // One that is only let go of here lives on.
+        if parting != Parting::Closed {
+            node.retired.insert(peer);
+        }
         let failure = match parting {
             Parting::Replaced => Some(TransferError::PeerRestarted { peer: name }),
             Parting::Withdrawn => Some(TransferError::NoPath {
