@@ -92,12 +92,24 @@ pub(super) enum Judgement {
     Newer,
     /// Another process.
     Other,
+    /// Another process that began earlier than the known one.
+    Earlier,
+    /// Another process: one that an earlier one had replaced, that does not say when it began, or
+    /// that comes when the last one is gone.
+    Doubtful,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) known: Option<Known>,
+    /// Who had the name before, while nobody is known to have it.
+    last: Option<InstanceId>,
     retired: VecDeque<InstanceId>,
+    /// Instances that were replaced by an earlier one: their clock was ahead, or they are alive and
+    /// will write their record again.
+    overtaken: VecDeque<InstanceId>,
+    /// Readings up to this ticket were asked before the known process was taken in, or was gone.
+    pub(super) asked_before: u64,
     pub(super) fetch: Fetch,
     /// A question that trouble asked is not answered yet.
     pub(super) asked: bool,
@@ -110,6 +122,8 @@ pub(super) struct Entry {
     pub(super) missing: u32,
     pub(super) missing_since: Time,
     pub(super) alive_at: Option<Time>,
+    /// When the known process itself last told something over the subscription.
+    pub(super) spoke_at: Option<Time>,
     pub(super) subscription: Subscription,
     pub(super) subscribe_backoff: Backoff,
     /// Since when a heartbeat speaks of more than is known.
@@ -120,7 +134,10 @@ impl Entry {
     pub(super) fn new(fetch_backoff: Backoff, subscribe_backoff: Backoff) -> Self {
         Self {
             known: None,
+            last: None,
             retired: VecDeque::new(),
+            overtaken: VecDeque::new(),
+            asked_before: 0,
             fetch: Fetch::Idle,
             asked: false,
             again: false,
@@ -130,6 +147,7 @@ impl Entry {
             missing: 0,
             missing_since: Time::ZERO,
             alive_at: None,
+            spoke_at: None,
             subscription: Subscription::None,
             subscribe_backoff,
             behind_since: None,
@@ -156,10 +174,23 @@ impl Entry {
             return Judgement::Retired;
         }
         let Some(known) = &self.known else {
-            return Judgement::Other;
+            return match (self.last, &identity) {
+                (Some(last), Identity::Instance(other)) if last == *other => Judgement::Other,
+                (Some(_), _) => Judgement::Doubtful,
+                (None, _) => Judgement::Other,
+            };
         };
         if !known.identity.is_same(&identity) {
-            return Judgement::Other;
+            return match (&known.identity, &identity) {
+                (Identity::Instance(known), Identity::Instance(other)) if other < known => {
+                    Judgement::Earlier
+                }
+                (_, Identity::Instance(other)) if self.overtaken.contains(other) => {
+                    Judgement::Doubtful
+                }
+                (Identity::Instance(_), Identity::Plain(_)) => Judgement::Doubtful,
+                _ => Judgement::Other,
+            };
         }
         match &record.descriptor.rerail {
             Some(member) if member.generation > known.generation() => Judgement::Newer,
@@ -173,17 +204,33 @@ impl Entry {
         self.retired.contains(&instance)
     }
 
-    /// Forgets the process that had the name; for good if it was `replaced`.
-    pub(super) fn part(&mut self, replaced: bool) -> Option<PeerId> {
+    /// Forgets the process that had the name.
+    pub(super) fn part(&mut self) -> Option<PeerId> {
         let known = self.known.take()?;
-        if replaced && let Identity::Instance(instance) = known.identity {
-            if self.retired.len() == RETIRED_MAX {
-                self.retired.pop_front();
-            }
-            self.retired.push_back(instance);
+        if let Identity::Instance(instance) = known.identity {
+            self.last = Some(instance);
         }
-        self.behind_since = None;
+        (self.behind_since, self.spoke_at) = (None, None);
         Some(known.peer)
+    }
+
+    /// Another process has the name now. The last one is over: for good if this one, of instance
+    /// `by`, began later.
+    fn replace_last(&mut self, by: Option<InstanceId>) {
+        self.overtaken.retain(|other| Some(*other) != by);
+        let Some(last) = self.last.take_if(|last| Some(*last) != by) else {
+            return;
+        };
+        let is_overtaken = by.is_none_or(|by| by < last);
+        let list = if is_overtaken {
+            &mut self.overtaken
+        } else {
+            &mut self.retired
+        };
+        if list.len() == RETIRED_MAX {
+            list.pop_front();
+        }
+        list.push_back(last);
     }
 
     /// Takes a record in; returns how the NICs differ from before.
@@ -197,6 +244,10 @@ impl Entry {
             && let Identity::Plain(known) = &known.identity
         {
             rpc.clone_from(known);
+        }
+        if before.is_none() {
+            let by = record.descriptor.rerail.as_ref();
+            self.replace_last(by.map(|member| member.instance));
         }
         let changes = nic_changes(before.as_deref(), &record.descriptor);
         self.known = Some(Known {

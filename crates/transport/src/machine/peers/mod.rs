@@ -4,7 +4,9 @@
 //! itself (Rerail peers only), by the *store's watch* or conditional polling, and by a *refresh
 //! after trouble*, of that peer only and within its own cool-down. Whatever the way, a record is
 //! taken in only if it is newer than what is known: generations never go back, and an instance
-//! that was seen to be replaced is never accepted again.
+//! that was seen to be replaced by a later one is never accepted again. That an *earlier* one has
+//! the name is believed of the store only, asked since the later one was taken in, and not while
+//! that one speaks to us: of two that live, the later writes its record again.
 //!
 //! Requests are bound to a [`PeerId`], one for each life of a peer. When another process takes the
 //! name, [`Action::Retired`] ends them: addresses and keys may be equal by chance, so nothing is
@@ -181,8 +183,20 @@ impl Peers {
         }
     }
 
-    /// Takes a record in if it is newer; returns whether it was.
-    fn learn(&mut self, now: Time, name: &str, record: PeerRecord) -> bool {
+    /// Reads at that time, if not before.
+    fn read_by(&mut self, at: Time, name: &str) {
+        if let Some(entry) = self.entries.get_mut(name) {
+            match entry.fetch {
+                Fetch::Out { .. } => entry.again = true,
+                Fetch::Idle => entry.fetch = Fetch::At(at),
+                Fetch::At(earlier) => entry.fetch = Fetch::At(earlier.min(at)),
+            }
+        }
+    }
+
+    /// Takes a record in if it is newer; returns whether it was. With the ticket of the reading
+    /// that brought it.
+    fn learn(&mut self, now: Time, name: &str, record: PeerRecord, ticket: Option<u64>) -> bool {
         let Some(entry) = self.entries.get_mut(name) else {
             return false;
         };
@@ -190,6 +204,8 @@ impl Peers {
             self.ignored += 1;
             return false;
         }
+        let speaks_until = entry.spoke_at.map(|at| at + self.config.heartbeat_lost);
+        let speaks_until = speaks_until.filter(|until| *until > now);
         let judgement = entry.judge(&record);
         #[cfg(test)]
         super::seen::happened("judgement", &judgement);
@@ -209,14 +225,32 @@ impl Peers {
                 return false;
             }
             Judgement::Newer => {}
-            Judgement::Other => self.part(name, Parting::Replaced),
+            // It will find its record overwritten, and write it again.
+            Judgement::Earlier if let Some(until) = speaks_until => {
+                self.ignored += 1;
+                self.read_by(until, name);
+                return false;
+            }
+            // What says so may be late itself, except a reading that was asked for since.
+            Judgement::Earlier | Judgement::Doubtful
+                if ticket.is_none_or(|ticket| ticket <= entry.asked_before) =>
+            {
+                self.ignored += 1;
+                self.doubt(now, name);
+                return false;
+            }
+            Judgement::Other | Judgement::Earlier | Judgement::Doubtful => {
+                self.part(name, Parting::Replaced);
+            }
         }
+        let asked_before = self.next_ticket;
         let Some(entry) = self.entries.get_mut(name) else {
             return false;
         };
         let peer = match &entry.known {
             Some(known) => known.peer,
             None => {
+                entry.asked_before = asked_before;
                 self.next_peer += 1;
                 PeerId(self.next_peer)
             }
@@ -233,12 +267,13 @@ impl Peers {
         true
     }
 
-    /// Ends what is known of a name. An instance that was replaced is never accepted again.
+    /// Ends what is known of a name.
     fn part(&mut self, name: &str, parting: Parting) {
         let Some(entry) = self.entries.get_mut(name) else {
             return;
         };
-        if let Some(peer) = entry.part(parting == Parting::Replaced) {
+        if let Some(peer) = entry.part() {
+            entry.asked_before = self.next_ticket;
             self.out.push_back(Action::Retired {
                 name: name.to_owned(),
                 peer,
@@ -286,6 +321,7 @@ impl Peers {
         ) {
             let at = now + entry.subscribe_backoff.next_wait(&mut self.rng);
             entry.set_subscription(Subscription::Retry { at });
+            entry.spoke_at = None;
             // The peer may have been restarted, or gone.
             self.doubt(now, name);
         }
@@ -306,7 +342,7 @@ impl Peers {
             Fetched::Found(record) if record.descriptor.name == name => {
                 entry.missing = 0;
                 entry.fetch_backoff.reset();
-                if self.learn(now, &name, record) {
+                if self.learn(now, &name, record, Some(ticket)) {
                     Refreshed::Newer
                 } else {
                     Refreshed::Same
@@ -385,7 +421,7 @@ impl Peers {
             return;
         };
         if known.instance() == Some(instance) {
-            entry.alive_at = Some(now);
+            (entry.alive_at, entry.spoke_at) = (Some(now), Some(now));
             if generation > known.generation() {
                 entry.behind_since.get_or_insert(now);
             } else {
@@ -475,7 +511,7 @@ impl Machine for Peers {
                 if let Some(entry) = self.entries.get_mut(&name) {
                     entry.missing = 0;
                 }
-                self.learn(now, &name, record);
+                self.learn(now, &name, record, None);
             }
             Input::WatchDelete { name } => self.doubt(now, &name),
             Input::WatchResync => {
@@ -510,7 +546,17 @@ impl Machine for Peers {
                     self.ignored += 1;
                     return;
                 }
-                self.learn(now, &name, record);
+                let by = record
+                    .descriptor
+                    .rerail
+                    .as_ref()
+                    .map(|member| member.instance);
+                self.learn(now, &name, record, None);
+                if let Some(entry) = self.entries.get_mut(&name)
+                    && entry.known.as_ref().and_then(Known::instance) == by
+                {
+                    entry.spoke_at = Some(now);
+                }
                 // Whatever was pushed: acknowledged is what is taken in.
                 if let Some(known) = self.known(&name)
                     && let Some(instance) = known.instance()

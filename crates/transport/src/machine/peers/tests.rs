@@ -231,6 +231,150 @@ fn a_peer_that_restarts_is_another_peer_and_the_old_one_never_comes_back() {
     );
 }
 
+fn watch(rig: &mut Rig, by: u8, generation: u64) {
+    rig.input(Input::WatchPut {
+        name: NAME.into(),
+        record: rerail(by, generation, true),
+    });
+}
+
+fn known(rig: &Rig) -> Option<InstanceId> {
+    let member = rig.peers.descriptor(NAME)?.rerail.as_ref()?;
+    Some(member.instance)
+}
+
+#[test]
+fn a_late_word_of_an_earlier_process_retires_nobody() {
+    // Its record was replaced before the first reading, and the watch tells of it only now.
+    let mut rig = Rig::new(Fetched::Found(rerail(2, 1, true)));
+    rig.fetches = 0;
+    rig.advance(2_000);
+    watch(&mut rig, 1, 9);
+    assert_eq!(known(&rig), Some(instance(2)));
+    assert_eq!(rig.fetches, 1, "the store is asked itself");
+    watch(&mut rig, 2, 2);
+    assert_eq!(rig.generation(), Some(2));
+}
+
+#[test]
+fn a_predecessor_whose_clock_was_ahead_is_replaced_once_the_store_says_so() {
+    let mut rig = Rig::new(Fetched::Found(rerail(9, 5, true)));
+    rig.advance(2_000);
+    rig.store = Fetched::Found(rerail(1, 1, true));
+    watch(&mut rig, 1, 1);
+    assert_eq!(known(&rig), Some(instance(1)));
+    // What is late of the dead one changes nothing.
+    rig.advance(2_000);
+    watch(&mut rig, 9, 6);
+    rig.advance(2_000);
+    assert_eq!(known(&rig), Some(instance(1)));
+    watch(&mut rig, 1, 2);
+    assert_eq!(rig.generation(), Some(2));
+}
+
+#[test]
+fn a_reading_that_was_asked_for_before_does_not_count() {
+    let mut rig = Rig::new(Fetched::NotFound);
+    rig.advance(60_000);
+    // A reading is under way while the watch tells of a newer process.
+    rig.peers
+        .handle(rig.now, Input::WatchDelete { name: NAME.into() });
+    let mut out = Vec::new();
+    drive(&mut rig.peers, rig.now, |action| out.push(action));
+    let ticket = out.iter().find_map(|action| match action {
+        Action::Fetch { ticket, .. } => Some(*ticket),
+        _ => None,
+    });
+    let ticket = ticket.expect("it is read");
+    rig.store = Fetched::Found(rerail(2, 1, true));
+    watch(&mut rig, 2, 1);
+    let result = Fetched::Found(rerail(1, 9, true));
+    rig.input(Input::Fetched { ticket, result });
+    assert_eq!(known(&rig), Some(instance(2)));
+    rig.advance(5_000);
+    watch(&mut rig, 2, 2);
+    assert_eq!(rig.generation(), Some(2), "nor is it retired");
+}
+
+#[test]
+fn one_that_was_written_over_by_an_earlier_one_is_a_peer_again_when_it_has_its_record_back() {
+    let mut rig = Rig::new(Fetched::Found(rerail(2, 5, true)));
+    let first = rig.peers.peer(NAME).expect("it is known");
+    rig.advance(2_000);
+    rig.store = Fetched::Found(rerail(1, 1, true));
+    watch(&mut rig, 1, 1);
+    assert_eq!(known(&rig), Some(instance(1)));
+    rig.advance(2_000);
+    rig.store = Fetched::Found(rerail(2, 5, true));
+    watch(&mut rig, 2, 5);
+    assert_eq!(known(&rig), Some(instance(2)));
+    assert_ne!(rig.peers.peer(NAME), Some(first), "nothing is replayed");
+    // The one that a later one has replaced is over.
+    rig.advance(2_000);
+    rig.store = Fetched::Found(rerail(1, 7, true));
+    watch(&mut rig, 1, 7);
+    rig.advance(60_000);
+    assert_eq!(known(&rig), Some(instance(2)));
+}
+
+#[test]
+fn one_that_speaks_to_us_is_not_replaced_by_an_earlier_one() {
+    let mut rig = Rig::new(Fetched::Found(rerail(2, 5, true)));
+    rig.subscribe();
+    rig.store = Fetched::Found(rerail(1, 1, true));
+    for _ in 0..30 {
+        rig.heartbeat(2, 5);
+        watch(&mut rig, 1, 1);
+        rig.advance(1_000);
+    }
+    assert_eq!(
+        known(&rig),
+        Some(instance(2)),
+        "it will write its record again"
+    );
+    // It does not any more.
+    rig.advance(4_000);
+    assert_eq!(known(&rig), Some(instance(1)));
+}
+
+#[test]
+fn a_peer_that_was_withdrawn_is_replaced_by_whoever_comes_next() {
+    for (gone, next) in [(2, 1), (1, 2)] {
+        let mut rig = Rig::new(Fetched::Found(rerail(gone, 5, true)));
+        rig.store = Fetched::NotFound;
+        rig.input(Input::WatchDelete { name: NAME.into() });
+        rig.advance(60_000);
+        assert_eq!(known(&rig), None);
+        rig.store = Fetched::Found(rerail(next, 1, true));
+        watch(&mut rig, next, 1);
+        // A late word of the one that is gone.
+        watch(&mut rig, gone, 6);
+        rig.advance(5_000);
+        watch(&mut rig, next, 2);
+        assert_eq!(known(&rig), Some(instance(next)), "after {gone}");
+        assert_eq!(rig.generation(), Some(2));
+    }
+}
+
+#[test]
+fn a_late_word_of_a_cpp_engine_retires_nobody() {
+    let mut rig = Rig::new(Fetched::Found(plain("10.0.0.1")));
+    rig.store = Fetched::Found(rerail(1, 1, true));
+    watch(&mut rig, 1, 1);
+    rig.advance(2_000);
+    let late = |rig: &mut Rig| {
+        let (name, record) = (NAME.into(), plain("10.0.0.2"));
+        rig.input(Input::WatchPut { name, record });
+    };
+    late(&mut rig);
+    assert_eq!(known(&rig), Some(instance(1)));
+    // One that has the name is followed.
+    rig.store = Fetched::Found(plain("10.0.0.2"));
+    rig.advance(2_000);
+    late(&mut rig);
+    assert_eq!((known(&rig), rig.peers.peer(NAME).is_some()), (None, true));
+}
+
 #[test]
 fn a_cpp_peer_with_another_rpc_port_is_another_peer() {
     let mut rig = Rig::new(Fetched::Found(plain("10.0.0.1")));
