@@ -315,6 +315,12 @@ impl Nic {
         Ok(Arc::new(opening))
     }
 
+    /// Threads of its openings, and of those that came to nothing.
+    #[cfg(test)]
+    pub(super) fn controls(&self) -> Vec<rerail_verbs::ControlThread> {
+        self.tries.controls()
+    }
+
     /// Takes a device in that was opened again.
     pub(super) fn install(&self, opening: Arc<Opening>) {
         let number = opening.number();

@@ -47,7 +47,7 @@ pub(super) fn open_nics(
             if let Some(count) = start.open(device, port) {
                 ports = count;
             } else if start.is_unusable(device, port) {
-                ports = ports.max(ports_of(device, config));
+                ports = ports.max(ports_of(device, config, tries));
             }
             port += 1;
         }
@@ -159,8 +159,9 @@ fn is_port(nic: &Nic, device: &Device, port: u32) -> bool {
 }
 
 /// How many ports a device has of which the first cannot be used.
-fn ports_of(device: &Device, config: &RdmaConfig) -> u32 {
-    match Opening::new(device, 0, config, |_| ()) {
+fn ports_of(device: &Device, config: &RdmaConfig, tries: &AllTries) -> u32 {
+    let begins = |control: &_| tries.of(device.name(), 1).begin(control);
+    match Opening::new(device, 0, config, begins) {
         Ok(opening) => opening.attr().phys_port_cnt.min(PORTS_MAX),
         Err(error) => {
             tracing::warn!(device = device.name(), %error, "its further ports are not looked at");

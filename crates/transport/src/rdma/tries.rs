@@ -102,6 +102,13 @@ impl Tries {
         open.map(|known| known.control.quarantined_bytes()).sum()
     }
 
+    /// Threads of all openings that are not known to be closed.
+    #[cfg(test)]
+    pub(super) fn controls(&self) -> Vec<ControlThread> {
+        let open = self.lock();
+        open.iter().map(|known| known.control.clone()).collect()
+    }
+
     /// What those are that hang.
     fn hung(&self) -> Vec<State> {
         let mut open = self.lock();

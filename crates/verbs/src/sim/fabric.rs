@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::backend;
 use super::core::{Core, FabricStats};
-use super::node::{NicId, NodeId, ProcessId};
+use super::node::{NicId, NodeId, PortId, ProcessId};
 use super::options::{FabricOptions, NicOptions, VerbTime};
 use super::queue_pair::OwnRow;
 use super::slab::Handle;
-use crate::{Device, DeviceList, backend as seam};
+use crate::{Device, DeviceList, GidEntry, PortAttr, backend as seam};
 
 /// A simulated RDMA network. Clones share it.
 ///
@@ -192,6 +192,12 @@ impl Fabric {
     /// How much there is of everything.
     pub fn stats(&self) -> FabricStats {
         self.with(|core| core.stats())
+    }
+
+    /// A port and the rows of its GID table as they are, whatever any process has read of them:
+    /// what the words of processes are compared with. `None` if the adapter has no such port.
+    pub fn port(&self, at: PortId) -> Option<(PortAttr, Vec<GidEntry>)> {
+        self.with(|core| Some((core.query_port(at).ok()?, core.query_gids(at).ok()?)))
     }
 
     /// Takes the time that verbs of the process on the adapter should have taken since the last

@@ -188,8 +188,8 @@ impl Peers {
         if let Some(entry) = self.entries.get_mut(name) {
             match entry.fetch {
                 Fetch::Out { .. } => entry.again = true,
-                Fetch::Idle => entry.fetch = Fetch::At(at),
-                Fetch::At(earlier) => entry.fetch = Fetch::At(earlier.min(at)),
+                Fetch::Idle => entry.set_fetch(Fetch::At(at)),
+                Fetch::At(earlier) => entry.set_fetch(Fetch::At(earlier.min(at))),
             }
         }
     }
@@ -236,7 +236,11 @@ impl Peers {
                 if ticket.is_none_or(|ticket| ticket <= entry.asked_before) =>
             {
                 self.ignored += 1;
-                self.doubt(now, name);
+                if ticket.is_some() {
+                    entry.again = true;
+                } else {
+                    self.doubt(now, name);
+                }
                 return false;
             }
             Judgement::Other | Judgement::Earlier | Judgement::Doubtful => {

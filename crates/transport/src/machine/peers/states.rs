@@ -18,7 +18,7 @@ follows!("subscription": Subscription => Subscription {
     Retry > None;
 });
 
-names!(Judgement: Old, Retired, Newer, Other);
+names!(Judgement: Old, Retired, Newer, Other, Earlier, Doubtful);
 
 /// What a record may be found to be.
 pub(crate) const JUDGEMENTS: &[&str] = Judgement::NAMES;

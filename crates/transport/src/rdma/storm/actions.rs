@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::coverage::Asks;
-use super::link::{Message, Outgoing, lock};
+use super::link::{Message, Outgoing, life_of_instance, lock};
 use super::node::{Known, REGION, life_of, matrix, name, number, subscriber};
 use super::plan::Exclusive;
-use super::store::member;
+use super::store::{Errand, member};
 use super::visitors::is_visitor;
 use super::world::{Coming, Exchange, Host, WIRE, World};
 use crate::TransferError;
@@ -285,7 +285,10 @@ impl World {
             // The exchange is given up.
             Outgoing::Ask(server, ..) if is_visitor(&server) => {}
             Outgoing::Ask(server, offer, answer) => {
-                let (from, to) = (own, number(&server));
+                let instance = offer.peer_instance.as_deref();
+                let meant = instance.and_then(|instance| instance.parse().ok());
+                let meant = meant.map_or(u32::MAX, |meant| life_of_instance(meant).1);
+                let (from, to) = (own, (number(&server), meant));
                 self.order += 1;
                 let id = self.order;
                 self.exchanges.insert(id, Exchange { from, to, answer });
@@ -296,6 +299,8 @@ impl World {
                 if let Ok(offer) = &answer {
                     node.outbox.remember(offer);
                 }
+                let asker = self.exchanges.get(&id).map(|exchange| exchange.from);
+                let to = asker.unwrap_or((to, u32::MAX));
                 self.send(own, to, WIRE, Message::Reply(id, Box::new(answer)));
             }
             Outgoing::Port(local, facts, gids) => {
@@ -360,8 +365,15 @@ impl World {
         match action {
             publisher::Action::Store { ticket, request } => {
                 let pause = self.rng.random_range(500..4_000);
-                let after = Duration::from_micros(pause);
-                self.later(host, after, Coming::StoreRequest(ticket, request));
+                let slowness = self.store_pause();
+                let errand = Errand {
+                    ticket,
+                    request,
+                    asked: self.now,
+                    is_slow: !slowness.is_zero(),
+                };
+                let after = Duration::from_micros(pause) + slowness;
+                self.later(host, after, Coming::StoreRequest(errand));
             }
             publisher::Action::Push {
                 subscriber,
@@ -371,7 +383,7 @@ impl World {
                 self.say(host, format_args!("pushes generation {generation}"));
                 let (name, record) = (name(host), super::store::peer_record(&descriptor));
                 let input = peers::Input::Pushed { name, record };
-                self.send(own, life_of(subscriber).0, WIRE, Message::ToPeers(input));
+                self.send(own, life_of(subscriber), WIRE, Message::ToPeers(input));
             }
             publisher::Action::Heartbeat {
                 subscriber,
@@ -386,18 +398,19 @@ impl World {
                         instance,
                         generation,
                     };
-                    self.send(own, life_of(subscriber).0, WIRE, Message::ToPeers(input));
+                    self.send(own, life_of(subscriber), WIRE, Message::ToPeers(input));
                 }
             }
             publisher::Action::DropSubscriber { subscriber } => {
                 let input = peers::Input::SubscriptionLost { name: name(host) };
-                self.send(own, life_of(subscriber).0, WIRE, Message::ToPeers(input));
+                self.send(own, life_of(subscriber), WIRE, Message::ToPeers(input));
             }
             publisher::Action::Stored { generation } => {
+                self.stored.insert(own);
                 self.say(host, format_args!("has stored generation {generation}"));
             }
             publisher::Action::EditRefused(error) => panic!("n{host}: {error}"),
-            publisher::Action::Superseded { by } => panic!("n{host}: superseded by {by:?}"),
+            publisher::Action::Superseded { by } => self.superseded(own, by),
             publisher::Action::Left => self.kill(host),
             publisher::Action::StoreTrouble { .. } => {}
         }
@@ -411,21 +424,24 @@ impl World {
         self.coverage.count("peers", &action);
         match action {
             peers::Action::Fetch { ticket, name } => {
-                self.later(host, Duration::from_millis(2), Coming::Fetch(ticket, name));
+                let after = Duration::from_millis(2) + self.store_pause();
+                self.later(host, after, Coming::Fetch(ticket, name, self.now));
             }
             peers::Action::Subscribe {
                 name: of,
                 descriptor,
             } => {
                 let far = number(&of);
-                let there = self.node(far);
-                let there = there.map(|node| lock(&node.publisher).instance());
-                let wanted = member(&descriptor).map(|member| member.instance);
-                let reached = there.is_some() && there == wanted;
-                if reached && !self.muted.contains(&(host, far)) {
+                let wanted = member(&descriptor).map(|member| life_of_instance(member.instance));
+                let there = wanted.filter(|wanted| self.living(*wanted).is_some());
+                let reached = there.filter(|_| !self.muted.contains(&(host, far)));
+                if let Some(there) = reached {
+                    if let Some(node) = self.node(host) {
+                        node.subscribed.insert(far, there);
+                    }
                     let subscriber = subscriber(own);
                     let input = publisher::Input::Subscribed { subscriber };
-                    self.send(own, far, WIRE, Message::ToPublisher(input));
+                    self.send(own, there, WIRE, Message::ToPublisher(input));
                     let input = peers::Input::Subscribed { name: of };
                     self.later(host, 2 * WIRE, Coming::Peers(input));
                 } else {
@@ -434,19 +450,21 @@ impl World {
                 }
             }
             peers::Action::Unsubscribe { name: of } => {
+                let far = number(&of);
+                let to = node.subscribed.remove(&far).unwrap_or((far, u32::MAX));
                 let input = publisher::Input::Unsubscribed {
                     subscriber: subscriber(own),
                 };
-                self.send(own, number(&of), WIRE, Message::ToPublisher(input));
+                self.send(own, to, WIRE, Message::ToPublisher(input));
             }
             peers::Action::AskAlive { name: of } => {
                 // The probe's answer comes from whoever runs there.
                 let far = number(&of);
                 let known = node.peers.descriptor(&of).and_then(|known| member(known));
-                let known = known.map(|member| member.instance);
-                let there = self.node(far).filter(|node| !node.frozen);
-                let there = there.map(|node| lock(&node.publisher).instance());
-                if there.is_some() && there == known && !self.muted.contains(&(host, far)) {
+                let known = known.map(|member| life_of_instance(member.instance));
+                let there = known.and_then(|known| self.living(known));
+                let is_there = there.is_some_and(|node| !node.frozen);
+                if is_there && !self.muted.contains(&(host, far)) {
                     self.later(
                         host,
                         2 * WIRE,
@@ -456,15 +474,16 @@ impl World {
             }
             peers::Action::Acknowledge {
                 name: of,
+                instance,
                 generation,
-                ..
             } => {
                 let subscriber = subscriber(own);
+                let to = life_of_instance(instance);
                 let input = publisher::Input::Acknowledged {
                     subscriber,
                     generation,
                 };
-                self.send(own, number(&of), WIRE, Message::ToPublisher(input));
+                self.send(own, (number(&of), to.1), WIRE, Message::ToPublisher(input));
             }
             peers::Action::Retired {
                 peer,
@@ -484,7 +503,9 @@ impl World {
                 for (_, change) in &nics {
                     self.coverage.count("peer's NIC", change);
                 }
+                let by = member(&descriptor).map(|member| member.instance);
                 let generation = member(&descriptor).map(|member| member.generation);
+                self.say(host, format_args!("hears of {of} from {by:?}"));
                 self.updated(host, &of, peer, &nics, generation);
             }
             peers::Action::Refreshed { name: of, .. } => {
@@ -554,9 +575,11 @@ impl World {
         let Some(node) = self.node(host) else {
             return;
         };
-        let last = node.generations.insert(peer, generation.unwrap_or(0));
+        // Another engine may not say it.
+        let generation = generation.unwrap_or(0);
+        let last = node.generations.insert(peer, generation);
         assert!(
-            last <= generation,
+            last <= Some(generation),
             "{of}'s generation went back from {last:?} to {generation:?}"
         );
         let Some(record) = node.peers.descriptor(of).cloned() else {
@@ -571,7 +594,7 @@ impl World {
             node.router.peer_grown(&known.peer, &nics_of_it, &down);
         } else {
             let instance = member(&record).map(|member| member.instance);
-            let life = instance.map_or((far, 0), super::link::life_of_instance);
+            let life = instance.map_or((far, 0), life_of_instance);
             let spec = PeerSpec {
                 id: peer,
                 segment: of.to_owned(),

@@ -10,7 +10,7 @@ use super::world::{Coming, World};
 use crate::machine::Machine;
 use crate::machine::ids::LocalNic;
 use crate::machine::observer;
-use crate::machine::peers;
+use crate::machine::peers::{self, Fetched};
 use crate::machine::publisher::Edit;
 use crate::rdma::SignalError;
 use crate::rdma::watch;
@@ -47,13 +47,22 @@ impl World {
                 }
             }
             Coming::Reopen { nic, epoch } => self.reopen(host, LocalNic(nic), epoch),
-            Coming::StoreRequest(ticket, request) => self.ask_store(host, ticket, request),
-            Coming::Fetch(ticket, of) => {
-                let result = self.store.fetch(&of);
-                if let Some(node) = self.node(host) {
-                    node.peers
-                        .handle(now, peers::Input::Fetched { ticket, result });
-                }
+            Coming::StoreRequest(errand) => {
+                let own = node.life;
+                self.ask_store(own, errand);
+            }
+            Coming::Fetch(ticket, of, asked) => {
+                let result = if node.has_no_store {
+                    Fetched::Unavailable
+                } else {
+                    self.store.fetch(&of)
+                };
+                let fetched = Coming::Peers(peers::Input::Fetched { ticket, result });
+                self.answered(host, asked, fetched);
+            }
+            Coming::Answered(asked, coming) => {
+                self.note_late(asked, &coming);
+                self.happen(host, *coming);
             }
             Coming::Publisher(input) => lock(&node.publisher).handle(now, input),
             Coming::Peers(input) => node.peers.handle(now, input),
@@ -88,7 +97,7 @@ impl World {
 
     fn heard(&mut self, host: usize, from: Life, message: Message) {
         let now = self.now;
-        let is_alive = self.living(from).is_some();
+        let (is_alive, is_old) = (self.living(from).is_some(), self.is_ghost(from));
         let Some(node) = self.node(host) else {
             return;
         };
@@ -112,6 +121,8 @@ impl World {
                 }
             }
             Message::ToPublisher(input) => lock(&node.publisher).handle(now, input),
+            // It goes over a connection, which was closed if another has the name.
+            Message::ToPeers(_) if is_old && node.subscribed.get(&from.0) != Some(&from) => {}
             Message::ToPeers(input) => node.peers.handle(now, input),
         }
     }

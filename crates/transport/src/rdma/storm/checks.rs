@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::ledger::{SLOTS, TransferId};
 use super::node::COMPLETIONS_MAX;
-use super::world::World;
+use super::world::{Host, World};
 use crate::machine::Time;
 use crate::machine::ids::{PeerId, RailId};
 use crate::rdma::driver::Activity;
@@ -132,7 +132,8 @@ impl World {
     /// What was to be reported by now is.
     pub(super) fn check_due(&mut self) {
         let now = self.now;
-        let awake = self.hosts.iter_mut().filter_map(|host| host.node.as_mut());
+        let hosts = self.hosts.iter_mut();
+        let awake = hosts.flat_map(|host| host.node.iter_mut().chain(&mut host.ghost));
         for node in awake.filter(|node| !node.frozen) {
             let mut late = node.due.iter().filter(|due| due.by <= now);
             let late = late.find(|due| node.jobs.contains_key(&due.transfer));
@@ -146,7 +147,7 @@ impl World {
     pub(super) fn check_bounds(&self) {
         let deferred = self.hosts.iter().map(|host| host.deferred.len());
         let coming = self.coming.len() + self.ends.len() + deferred.sum::<usize>();
-        let nodes = || self.hosts.iter().filter_map(|host| host.node.as_ref());
+        let nodes = || self.hosts.iter().flat_map(Host::processes);
         let ports = nodes().map(|node| node.ports.len()).sum::<usize>();
         let ends = nodes().map(|node| node.connector.endpoints());
         let ends = ends.sum::<usize>();

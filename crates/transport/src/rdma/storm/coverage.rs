@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use super::fault::Fault;
+use super::rivals::Says;
 use crate::TransferError;
 use crate::machine::observer::{self, CloseCause as GateCause, DeathCause, Outcome};
 use crate::machine::peers::{self, NicChange, Parting, Refreshed};
@@ -76,6 +77,7 @@ const NAMED: &[(&str, &[&str])] = &[
     ("death", DeathCause::NAMES),
     ("publisher", PublisherAction::NAMES),
     ("store", StoreRequest::NAMES),
+    ("store says", Says::NAMES),
     ("peers", PeersAction::NAMES),
     ("judgement", peers::states::JUDGEMENTS),
     ("reading", Refreshed::NAMES),
@@ -122,42 +124,6 @@ const RARE: &[Rare] = &[
         ),
     },
     Rare {
-        group: "publisher",
-        name: "Superseded",
-        why: "no name is given twice here",
-        test: (
-            "crates/transport/src/machine/publisher/tests/names.rs",
-            "of_two_live_instances_under_one_name_the_older_stops",
-        ),
-    },
-    Rare {
-        group: "publisher phase",
-        name: "Working > Over",
-        why: "no name is given twice here",
-        test: (
-            "crates/transport/src/machine/publisher/tests/names.rs",
-            "of_two_live_instances_under_one_name_the_older_stops",
-        ),
-    },
-    Rare {
-        group: "errand",
-        name: "Read > TimedOut",
-        why: "this store always answers",
-        test: UNANSWERED,
-    },
-    Rare {
-        group: "errand",
-        name: "Write > TimedOut",
-        why: "this store always answers",
-        test: UNANSWERED,
-    },
-    Rare {
-        group: "errand",
-        name: "RpcMeta > TimedOut",
-        why: "this store always answers",
-        test: UNANSWERED,
-    },
-    Rare {
         group: "errand",
         name: "Delete > TimedOut",
         why: "needs a store that goes as a node leaves",
@@ -180,15 +146,6 @@ const RARE: &[Rare] = &[
         name: "Delete > Failed",
         why: "needs a store that goes as a node leaves",
         test: UNANSWERED,
-    },
-    Rare {
-        group: "judgement",
-        name: "Retired",
-        why: "needs an answer of the store that an instance outruns",
-        test: (
-            "crates/transport/src/machine/peers/tests.rs",
-            "a_peer_that_restarts_is_another_peer_and_the_old_one_never_comes_back",
-        ),
     },
     Rare {
         group: "rail",

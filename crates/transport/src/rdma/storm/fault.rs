@@ -43,5 +43,8 @@ words! {
         NicComes = "NIC comes",
         NicGoes = "NIC goes",
         NicGoesAndComesBack = "NIC goes and comes back",
+        SameNameTwice = "same name twice",
+        SlowStore = "slow store",
+        ForeignRecord = "foreign record",
     }
 }

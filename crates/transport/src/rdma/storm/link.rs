@@ -178,7 +178,7 @@ impl Admission for Admits {
     }
 }
 
-/// Instances are numbered by host and life.
+/// Instances are numbered by host and life; those of others have a mark of their own.
 pub(super) fn instance_of((host, life): Life) -> InstanceId {
     let mut bytes = [0; 16];
     bytes[0] = life as u8 + 1;
@@ -187,5 +187,9 @@ pub(super) fn instance_of((host, life): Life) -> InstanceId {
 }
 
 pub(super) fn life_of_instance(InstanceId(bytes): InstanceId) -> Life {
-    (usize::from(bytes[1]), u32::from(bytes[0].saturating_sub(1)))
+    let life = match bytes[2] {
+        0 => u32::from(bytes[0].saturating_sub(1)),
+        _ => u32::MAX,
+    };
+    (usize::from(bytes[1]), life)
 }

@@ -6,13 +6,14 @@
 //!
 //! *Safety, at each step*: a transfer is reported as success only if the bytes match; each request
 //! and each byte of it ends exactly once; generations never go back; no byte changes in memory
-//! after its transfer was reported; every queue stays within a bound. Of each post of a data
-//! thread: the gates of NIC and endpoint are open, the peer's instance is not retired, and the row
-//! of the GID table that its queue pair sends with was there when the table was last read, unless
-//! it was connected since. (That the row goes in this instant nobody can know yet.) When a peer
-//! turns out to be restarted, transfers of which nothing is under way end within a second, and say
-//! so. *Liveness*: faults off, records equal reality, rails are up, all pairs transfer, no memory
-//! is quarantined, and nothing is left over.
+//! after its transfer was reported; every queue stays within a bound; of two processes of one name
+//! the younger keeps its record. Of each post of a data thread: the gates of NIC and endpoint are
+//! open, the peer's instance is not retired, and the row of the GID table that its queue pair sends
+//! with was there when the table was last read, unless it was connected since. (That the row goes
+//! in this instant nobody can know yet.) When a peer turns out to be restarted, transfers of which
+//! nothing is under way end within a second, and say so. *Liveness*: faults off, records equal what
+//! the fabric says ([`reality`]), rails are up, all pairs transfer, no memory is quarantined, and
+//! nothing is left over.
 //!
 //! `cargo xtask sim --seeds N --seed S` runs it at length. The same seed gives the same trace, byte
 //! for byte. A seed that fails is printed, kept in `target/sim/`, and shortened ([`failure`]): each
@@ -38,6 +39,8 @@ mod ledger;
 mod link;
 mod node;
 mod plan;
+mod reality;
+mod rivals;
 mod scenarios;
 mod shorten;
 mod store;

@@ -196,6 +196,10 @@ pub(super) struct Node {
     pub(super) life: Life,
     pub(super) process: ProcessId,
     pub(super) frozen: bool,
+    /// It does not reach the store.
+    pub(super) has_no_store: bool,
+    /// The processes that it listens to, one a host.
+    pub(super) subscribed: BTreeMap<usize, Life>,
     pub(super) ports: Vec<Port>,
     pub(super) memory: HostMemory,
     pub(super) registered: RegisteredMemory,
@@ -353,6 +357,8 @@ impl Node {
             life,
             process,
             frozen: false,
+            has_no_store: false,
+            subscribed: BTreeMap::new(),
             ports,
             memory,
             registered,
@@ -385,16 +391,16 @@ impl Node {
         }
     }
 
-    /// Takes in control threads of devices that were opened.
+    /// Takes in control threads of devices that were opened, whatever came of it.
     pub(super) fn know_controls(&mut self, now: Time) {
         for port in &mut self.ports {
             port.controls.retain(|control| !control.thread.is_closed());
-            if let Some(opening) = port.nic.opening() {
-                let thread = opening.context().control();
-                let known = |control: &Control| control.thread.is_same(thread);
-                if !port.controls.iter().any(known) {
+            let known = port.controls.len();
+            for thread in port.nic.controls() {
+                let mut known = port.controls[..known].iter();
+                if !thread.is_closed() && !known.any(|known| known.thread.is_same(&thread)) {
                     port.controls.push(Control {
-                        thread: thread.clone(),
+                        thread,
                         busy_until: now,
                         hangs_since: None,
                     });

@@ -17,7 +17,7 @@ use rerail_verbs::sim::{
 use rerail_verbs::{AsyncEventKind, WcStatus};
 
 use super::fault::Fault;
-use super::ledger::TransferId;
+use super::ledger::{Life, TransferId};
 use super::link::lock;
 use super::node::{Node, name, nic_name};
 use super::world::{Coming, World};
@@ -30,6 +30,7 @@ pub(super) enum Exclusive {
     Reading(NicId),
     Events,
     Messages,
+    Store,
 }
 
 /// The end of a fault.
@@ -72,6 +73,11 @@ pub(super) enum End {
         nic: usize,
         filler: IpAddr,
     },
+    /// A process that has lost its name is awake again, or sees the store again.
+    Awake(Life),
+    /// The user of a process that has lost its name for good ends it.
+    Over(Life),
+    StoreFast,
 }
 
 /// Divides by any number of NICs that a host may have.
@@ -82,7 +88,7 @@ fn ms(millis: u64) -> Duration {
 }
 
 impl World {
-    fn until(&mut self, after: Duration, end: End) {
+    pub(super) fn until(&mut self, after: Duration, end: End) {
         self.order += 1;
         self.ends.insert((self.now + after, self.order), end);
     }
@@ -105,7 +111,7 @@ impl World {
         true
     }
 
-    fn address(&self, host: usize, nic: usize) -> IpAddr {
+    pub(super) fn address(&self, host: usize, nic: usize) -> IpAddr {
         let last = self.hosts[host].addresses[nic];
         IpAddr::from([10, host as u8, nic as u8, last])
     }
@@ -531,13 +537,15 @@ impl World {
 
     fn tell_all(&mut self, input: &peers::Input) {
         for host in 0..self.hosts.len() {
-            self.later(host, ms(3), Coming::Peers(input.clone()));
+            let coming = || Coming::Peers(input.clone());
+            self.later_each(host, ms(3), |node| !node.has_no_store, coming);
         }
     }
 
     fn tell_publishers(&mut self, input: &publisher::Input) {
         for host in 0..self.hosts.len() {
-            self.later(host, ms(3), Coming::Publisher(input.clone()));
+            let coming = || Coming::Publisher(input.clone());
+            self.later_each(host, ms(3), |node| !node.has_no_store, coming);
         }
     }
 
@@ -579,6 +587,12 @@ impl World {
                 self.start(host);
             }
             End::Thaw(host) => self.thaw(host),
+            End::Awake(life) => self.wake_ghost(life),
+            End::Over(life) => self.end_superseded(life),
+            End::StoreFast => {
+                self.exclusive.remove(&Exclusive::Store);
+                self.slow_store = Duration::ZERO;
+            }
             End::Speak(host, other) => {
                 self.muted.remove(&(host, other));
                 // What was lost meanwhile shows as a connection that broke.

@@ -1,13 +1,16 @@
 //! A store in memory, with faults of its own: away, slow, emptied, silent to watchers, or losing
 //! the answer to a write that it made.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::link::life_of_instance;
+use crate::machine::Time;
 use crate::machine::peers::{Fetched, PeerRecord};
 use crate::machine::publisher::{StoreAnswer, StoreFailure, StoreRequest, StoredRecord};
 use rerail_metadata::Version;
-use rerail_metadata::descriptor::{InstanceId, RerailMember, SegmentDescriptor};
+use rerail_metadata::descriptor::{Device, InstanceId, RerailMember, SegmentDescriptor};
+use rerail_verbs::GidScope;
 
 #[derive(Default)]
 pub(super) struct Store {
@@ -21,6 +24,17 @@ pub(super) struct Store {
     pub(super) forgets_answers: bool,
     /// The last generation written by each instance.
     written: BTreeMap<(String, InstanceId), u64>,
+    /// NICs of each instance that were in its record with an address that is not link-local.
+    routed: BTreeSet<(String, InstanceId, String)>,
+}
+
+/// A request on its way to the store.
+pub(super) struct Errand {
+    pub(super) ticket: u64,
+    pub(super) request: StoreRequest,
+    /// Since when it is under way.
+    pub(super) asked: Time,
+    pub(super) is_slow: bool,
 }
 
 /// What watchers are to be told.
@@ -34,8 +48,13 @@ impl Store {
         self.records.get(key).map(|(_, record)| record)
     }
 
+    /// Everything is lost. Other engines of which there is nothing but a record are alive: they
+    /// write it again.
     pub(super) fn empty(&mut self) {
-        self.records.clear();
+        self.records.retain(|_, (_, record)| {
+            let life = member(record).map(|member| life_of_instance(member.instance));
+            life.is_none_or(|life| life.1 == u32::MAX)
+        });
     }
 
     pub(super) fn fetch(&self, key: &str) -> Fetched {
@@ -46,11 +65,12 @@ impl Store {
         }
     }
 
-    /// Carries out a request about the key of `name`.
+    /// Carries out a request about the key of `name`, which its sender may have given up.
     pub(super) fn request(
         &mut self,
         name: &str,
         request: StoreRequest,
+        is_given_up: bool,
     ) -> (StoreAnswer, Option<Told>) {
         if self.away {
             let failure = StoreFailure::Failed("no answer".to_owned());
@@ -71,9 +91,11 @@ impl Store {
                     (StoreAnswer::Found(found), None)
                 }
             },
-            StoreRequest::Create(descriptor) if current.is_none() => self.write(name, descriptor),
+            StoreRequest::Create(descriptor) if current.is_none() => {
+                self.write(name, descriptor, is_given_up)
+            }
             StoreRequest::Swap(expected, descriptor) if is_at(&expected) => {
-                self.write(name, descriptor)
+                self.write(name, descriptor, is_given_up)
             }
             StoreRequest::Delete(expected) if is_at(&expected) => {
                 self.records.remove(name);
@@ -90,25 +112,44 @@ impl Store {
         &mut self,
         name: &str,
         descriptor: Arc<SegmentDescriptor>,
+        is_given_up: bool,
     ) -> (StoreAnswer, Option<Told>) {
-        self.versions += 1;
         if let Some(member) = member(&descriptor) {
             let key = (name.to_owned(), member.instance);
             let last = self.written.entry(key).or_default();
             assert!(
-                *last <= member.generation,
+                *last <= member.generation || is_given_up,
                 "a state that was overtaken was written"
             );
-            *last = member.generation;
+            *last = member.generation.max(*last);
+            // No fault leaves a NIC without its address for as long as a worse one is held back.
+            for Device { name: nic, gid, .. } in &descriptor.devices {
+                let of = (name.to_owned(), member.instance, nic.clone());
+                let is_link_local = gid.scope() == GidScope::LinkLocal;
+                assert!(
+                    !is_link_local || !self.routed.contains(&of),
+                    "{name}: {nic} is published as {gid}, and has a better address"
+                );
+                if !is_link_local && !gid.is_null() {
+                    self.routed.insert(of);
+                }
+            }
         }
-        let record = (self.versions, Arc::clone(&descriptor));
-        self.records.insert(name.to_owned(), record);
+        let told = self.put(name, descriptor);
         let answer = if self.forgets_answers {
             StoreAnswer::Failed(StoreFailure::Failed("the answer was lost".to_owned()))
         } else {
             StoreAnswer::Written(Some(Version::from_counter(self.versions)))
         };
-        (answer, Some(Told::Put(name.to_owned(), descriptor)))
+        (answer, Some(told))
+    }
+
+    /// Writes a record, whoever's it is and whatever was there.
+    pub(super) fn put(&mut self, name: &str, descriptor: Arc<SegmentDescriptor>) -> Told {
+        self.versions += 1;
+        let record = (self.versions, Arc::clone(&descriptor));
+        self.records.insert(name.to_owned(), record);
+        Told::Put(name.to_owned(), descriptor)
     }
 }
 
