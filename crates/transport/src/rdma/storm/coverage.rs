@@ -7,7 +7,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 use super::fault::Fault;
 use super::rivals::Says;
@@ -293,16 +293,16 @@ impl fmt::Display for Coverage {
         for rows in all.chunk_by(|one, next| one.0 == next.0) {
             for (at, line) in rows.chunks(COLUMNS).enumerate() {
                 let group = if at == 0 { line[0].0 } else { "" };
-                write!(f, "{group:<16}")?;
+                let mut text = format!("{group:<16}");
                 for (group, name) in line {
                     let mark = if rare(group, name).is_some() {
                         '*'
                     } else {
                         ' '
                     };
-                    write!(f, " {:>9}{mark} {name:<28}", self.of(group, name))?;
+                    let _ = write!(text, " {:>9}{mark} {name:<28}", self.of(group, name));
                 }
-                writeln!(f)?;
+                writeln!(f, "{}", text.trim_end())?;
             }
         }
         for Rare {

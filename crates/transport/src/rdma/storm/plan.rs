@@ -131,6 +131,10 @@ impl World {
             0..3 => {
                 self.fabric.port_down(port);
                 self.until(span, End::PortUp(port));
+                // Work reaches the data threads as their gate closes.
+                for read in [false, true] {
+                    self.submit_one(host, other, read, ms(3_000), &mut rng);
+                }
                 Fault::PortFlap
             }
             3..5 => {
