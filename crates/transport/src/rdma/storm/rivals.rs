@@ -205,6 +205,11 @@ impl World {
         let Some(record) = self.store.record(&name(host)) else {
             return false;
         };
+        // Nor is another one whose record this would be written over.
+        let of = member(record).map(|member| life_of_instance(member.instance));
+        if of != life {
+            return false;
+        }
         let mut foreign = (**record).clone();
         // Behind the instance of the life before, behind that of the present one, or far ahead.
         let first = match kind {
