@@ -461,7 +461,8 @@ impl Driver {
         let lane = &mut self.lanes[lane_index];
         self.batch.clear();
         while self.batch.len() < BATCH_MAX {
-            let full = link.queues[queue].in_flight >= link.queues[queue].depth
+            let full = link.queues[queue].is_full
+                || link.queues[queue].in_flight >= link.queues[queue].depth
                 || link.in_flight_bytes >= self.window_bytes
                 || self.in_flight_bytes >= self.pace.window_bytes()
                 || self.flights.room() == 0;
@@ -532,10 +533,13 @@ impl Driver {
         match posted {
             Ok(()) => true,
             Err(error) => {
-                let cause = (!error.is_queue_full()).then(|| error.to_string());
                 self.take_back(error.posted + error.in_doubt, now);
-                if let Some(cause) = cause {
-                    self.break_link(key, &cause);
+                let link = self.links.get_mut(key);
+                let queue = link.map(|link| &mut link.queues[queue]);
+                // One with nothing in it that has no room never will have.
+                match queue.filter(|queue| error.is_queue_full() && queue.in_flight > 0) {
+                    Some(queue) => queue.is_full = true,
+                    None => self.break_link(key, &error.to_string()),
                 }
                 false
             }

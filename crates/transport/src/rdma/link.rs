@@ -161,6 +161,8 @@ impl Flight {
 pub(super) struct SendQueue {
     pub(super) in_flight: u32,
     pub(super) depth: u32,
+    /// The device has said so: nothing is posted on it until something comes back.
+    pub(super) is_full: bool,
     /// When work last completed on it, or was posted after it had been empty.
     pub(super) progress_at: Time,
     /// The newest READ that succeeded, on devices where that needs proof.
@@ -192,6 +194,7 @@ impl Link {
         let queues = pairs.0.iter().map(|pair| SendQueue {
             in_flight: 0,
             depth: pair.capacity().send_wr_max,
+            is_full: false,
             progress_at: now,
             doubtful: None,
         });
@@ -245,6 +248,7 @@ impl Link {
     pub(super) fn came_back(&mut self, queue: usize, bytes: u64, now: Time) {
         let state = &mut self.queues[queue];
         state.in_flight -= 1;
+        state.is_full = false;
         state.progress_at = now;
         self.in_flight -= 1;
         self.in_flight_bytes -= bytes;
@@ -263,7 +267,7 @@ impl Link {
     pub(super) fn has_room(&self) -> bool {
         self.queues
             .iter()
-            .all(|queue| queue.in_flight < queue.depth)
+            .all(|queue| queue.in_flight < queue.depth && !queue.is_full)
     }
 
     /// The oldest time since which a queue with work has made no progress.
@@ -285,6 +289,7 @@ mod tests {
         link.queues.push(SendQueue {
             in_flight: 0,
             depth: 4,
+            is_full: false,
             progress_at: at(0),
             doubtful: None,
         });

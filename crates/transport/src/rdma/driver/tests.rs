@@ -625,6 +625,55 @@ fn x20_a_queue_that_is_full_sooner_than_was_counted_gets_the_rest_later() {
 }
 
 #[test]
+fn x20_a_queue_that_says_that_it_is_full_is_left_alone_until_something_comes_back() {
+    let mut rig = Rig::new(13, config());
+    let own = rig.own;
+    let late = rig.fabric.on_work(move |work| {
+        if work.nic == own {
+            WorkVerdict::CompleteAfter(ms(50))
+        } else {
+            WorkVerdict::Pass
+        }
+    });
+    let tries = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&tries);
+    let refusal = rig.fabric.on_post(move |work| {
+        let before = counted.fetch_add(usize::from(work.nic == own), Ordering::Relaxed);
+        if work.nic == own && before >= 3 {
+            PostVerdict::Refuse(Errno::NOMEM.raw_os_error())
+        } else {
+            PostVerdict::Pass
+        }
+    });
+    let first = rig.write(0, 8);
+    let second = rig.write(0, 8);
+    rig.run(ms(30));
+    assert_eq!(rig.driver.in_flight(), 3);
+    assert_eq!(tries.load(Ordering::Relaxed), 4, "it is not asked again");
+    refusal.undo();
+    rig.run(ms(200));
+    let work = Work::queue(&first, &rig.rail(0), 1).expect("it was told of");
+    rig.inbox.submit(work).expect("there is room");
+    rig.run(ms(200));
+    assert!(first.is_finished() && second.is_finished());
+    assert_eq!(rig.broken(), []);
+    drop(late);
+}
+
+#[test]
+fn x20_a_queue_that_has_no_room_with_nothing_in_it_is_broken() {
+    let mut rig = Rig::new(14, config());
+    let refusal = rig
+        .fabric
+        .refuse_posts(rig.own, 0, Errno::NOMEM.raw_os_error());
+    let transfer = rig.write(0, 2);
+    rig.run(ms(10));
+    assert!(matches!(rig.broken()[..], [(1, CloseCause::Broken(_))]));
+    assert!(transfer.has_work(), "another rail may take it");
+    refusal.undo();
+}
+
+#[test]
 fn x20_work_of_which_nobody_says_whether_it_was_taken_is_in_flight() {
     let mut rig = Rig::new(12, config());
     let (begun, _counting) = rig.count_work();

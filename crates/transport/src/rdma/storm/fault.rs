@@ -18,6 +18,7 @@ words! {
         DeadDevice = "dead device",
         LostCompletion = "lost completion",
         FailedWork = "failed work",
+        RefusedPosts = "refused posts",
         LatePackets = "late packets",
         StoreOutage = "store outage",
         StoreEmptied = "store emptied",

@@ -12,9 +12,10 @@ use rand::Rng as _;
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom as _;
 use rerail_verbs::sim::{
-    EventOptions, FaultGuard, LinkOptions, NicId, PacketVerdict, PortId, WorkVerdict,
+    EventOptions, FaultGuard, LinkOptions, NicId, PacketVerdict, PortId, PostVerdict, WorkVerdict,
 };
 use rerail_verbs::{AsyncEventKind, WcStatus};
+use rustix::io::Errno;
 
 use super::fault::Fault;
 use super::ledger::{Life, TransferId};
@@ -127,7 +128,7 @@ impl World {
         let far = &self.hosts[other].nics;
         let far = far[rng.random_range(0..NICS_LCM) % far.len()];
         let span = ms(rng.random_range(5..3_000));
-        let kind = match rng.random_range(0..44) {
+        let kind = match rng.random_range(0..45) {
             0..3 => {
                 self.fabric.port_down(port);
                 self.until(span, End::PortUp(port));
@@ -442,6 +443,29 @@ impl World {
                 self.settle(host);
                 self.until(span, End::Open { host, peer: other });
                 Fault::PeerClosed
+            }
+            44 => {
+                // From some request on for a while: the queue is full, or the request is wrong, or
+                // the doorbell fails.
+                let mut left = rng.random_range(0..12);
+                let errno = *[Errno::NOMEM, Errno::INVAL].choose(&mut rng).expect("one");
+                let is_doubt = rng.random_bool(0.3);
+                let guard = self.fabric.on_post(move |work| {
+                    if work.nic != id {
+                        return PostVerdict::Pass;
+                    }
+                    if left > 0 {
+                        left -= 1;
+                        return PostVerdict::Pass;
+                    }
+                    if is_doubt {
+                        PostVerdict::Doubt(Errno::IO.raw_os_error())
+                    } else {
+                        PostVerdict::Refuse(errno.raw_os_error())
+                    }
+                });
+                self.guard(ms(rng.random_range(1..200)), guard);
+                Fault::RefusedPosts
             }
             43 => {
                 // What is given up meanwhile is not known to be safe.

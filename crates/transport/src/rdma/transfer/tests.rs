@@ -209,3 +209,25 @@ fn x18_slices_are_made_one_by_one_however_long_the_request_is() {
     }
     assert_eq!((claimed, finished(&count)), (SLICES, 1));
 }
+
+#[test]
+fn a_slice_that_ends_twice_in_place_of_another_shows() {
+    let (transfer, count) = transfer(200, &[200], &[200]);
+    let (first, second) = (transfer.claim(), transfer.claim());
+    let (first, _) = (first.expect("work"), second.expect("work"));
+    transfer.complete(first);
+    transfer.complete(first);
+    assert_eq!(finished(&count), 1, "by the number of bytes");
+    assert_eq!(transfer.first_amiss(), Some(0));
+}
+
+#[test]
+#[cfg(debug_assertions)]
+#[should_panic(expected = "100 of 0 that are open end")]
+fn a_slice_that_ends_behind_the_end_does_not_pass() {
+    let (transfer, _count) = transfer(100, &[100], &[100]);
+    let slice = transfer.claim().expect("work");
+    transfer.complete(slice);
+    assert_eq!(transfer.first_amiss(), None);
+    transfer.complete(slice);
+}
