@@ -178,7 +178,7 @@ impl World {
             assert_within(&[
                 // Each rail has one, and for some time those that are being fenced.
                 ("endpoints", ends, 64 + 16 * rails),
-                ("tasks", node.turns.tasks(), 128 + 4 * ends),
+                ("tasks", node.turns.tasks(), 512 + 8 * ends),
                 ("outgoing news", node.outbox.waiting(), 64),
                 // Each transfer may be there a few times, some that are over until they are seen.
                 ("parked transfers", node.router.parked(), 64 + 2 * jobs),
