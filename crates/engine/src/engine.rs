@@ -226,10 +226,11 @@ impl Engine {
     /// Counted are what was in flight of transfers that ended as
     /// [`Unfenced`](rerail_transport::TransferError::Unfenced); all of each registration that
     /// [`unregister`](Self::unregister), or a [`register`](Self::register) that failed, has left to
-    /// a device; and regions that a device refused to deregister, until it is closed. What counts
-    /// for two of these reasons counts twice. 0 again once the device answers or is closed; always
-    /// 0 over TCP. Memory that this counts must not be freed: `unregister` says
-    /// [`StillOwnedByHardware`](EngineError::StillOwnedByHardware) until it may be. Never blocks.
+    /// a device; and regions that a device refused to deregister. What counts for two of these
+    /// reasons counts twice. 0 again once the device has answered, or, where it refused something,
+    /// once it is closed; always 0 over TCP. Memory must not be freed before `unregister` has taken
+    /// it back: until then it says [`StillOwnedByHardware`](EngineError::StillOwnedByHardware).
+    /// Never blocks.
     ///
     /// ```no_run
     /// # fn watch(engine: &rerail_engine::Engine) {

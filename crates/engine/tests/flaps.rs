@@ -105,15 +105,12 @@ fn a_thousand_flaps_leave_objects_queues_and_memory_where_they_were() {
         };
         same(&now) == same(&stats)
     });
-    let after = held();
-    let grew = |what: &str, of: fn(&Held) -> usize, limit: usize| {
-        let growth = of(&after).saturating_sub(of(&before));
-        assert!(
-            growth <= limit,
-            "{what}: {growth} more, where {limit} may be: {before:?}, {after:?}"
-        );
-    };
-    grew("blocks", |held| held.blocks, BLOCKS_MAX);
-    grew("bytes", |held| held.bytes, BYTES_MAX);
-    grew("threads", |held| held.threads, THREADS_MAX);
+    // Threads and connections that rest for a while end in their time.
+    let grew = |of: fn(&Held) -> usize| of(&held()).saturating_sub(of(&before));
+    until("no more memory or threads are held", || {
+        grew(|held| held.blocks) <= BLOCKS_MAX
+            && grew(|held| held.bytes) <= BYTES_MAX
+            && grew(|held| held.threads) <= THREADS_MAX
+    });
+    println!("{FLAPS} flaps: {before:?}, and then {:?}", held());
 }

@@ -176,8 +176,8 @@ impl Driver {
         self.flights.len()
     }
 
-    /// Transfers of which it has posted something that has not come back, or whose fence is not
-    /// begun.
+    /// Whether it has posted something of this transfer that has not come back, or whose fence is
+    /// not begun.
     #[cfg(test)]
     pub(super) fn has_posted(&self, transfer: &Arc<Transfer>) -> bool {
         let mut flights = self.flights.iter();

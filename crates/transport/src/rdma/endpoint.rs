@@ -41,13 +41,15 @@ pub struct Limits {
     pub connect: Duration,
     /// A passive endpoint waits this long for the ready acknowledgement.
     pub ready_ack: Duration,
-    /// From the order to go to ERR until they are; later the queue pairs are destroyed, which
-    /// follows on the order wherever it hangs.
-    pub error: Duration,
-    /// From ERR until drained; later the queue pairs are destroyed undrained. Flushing takes
-    /// microseconds: what has not come back in this time does not come.
+    /// From the order to go to ERR until the queue pairs are; later they are destroyed, which their
+    /// control thread does behind that order.
+    pub to_error: Duration,
+    /// From ERR until drained; later the queue pairs are destroyed undrained. A device flushes in
+    /// microseconds: what has not come back in this time does not come. It begins anew, once, where
+    /// this process stood still at its end: then our own thread may just not have looked.
     pub drain: Duration,
-    /// From the order to destroy until it is taken for hung (design §6, `fence_max_ms`).
+    /// From the order to destroy until it is taken for hung (design §6, `fence_max_ms`). With the
+    /// two above it is the longest that a local fence takes, or fails after: 2.5 s as they are.
     pub fence: Duration,
     /// How long a packet may live in the network after its queue pair is gone, for a peer that
     /// does not confirm its end.
@@ -72,7 +74,7 @@ impl Default for Limits {
         Self {
             connect: Duration::from_secs(10),
             ready_ack: Duration::from_secs(10),
-            error: Duration::from_secs(1),
+            to_error: Duration::from_secs(1),
             drain: Duration::from_millis(500),
             fence: Duration::from_secs(1),
             packet_lifetime: Duration::from_secs(2),
@@ -95,6 +97,10 @@ pub struct Parties {
     /// Where the peer is by its record, for messages that do not say.
     pub fallback: Option<(Gid, u16)>,
 }
+
+/// A time limit that is found to be over by this much or more says that nothing of this process
+/// ran.
+const STOOD_STILL: Duration = Duration::from_millis(200);
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum State {

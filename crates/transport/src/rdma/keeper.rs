@@ -392,12 +392,13 @@ impl RailKeeper {
         }
     }
 
-    /// What is to be done, oldest first.
+    /// How much is to be done.
     #[cfg(test)]
     pub(super) fn commands(&self) -> usize {
         self.book().commands.len()
     }
 
+    /// What is to be done, oldest first.
     pub(super) fn take_commands(&self) -> VecDeque<Command> {
         std::mem::take(&mut self.book().commands)
     }

@@ -148,6 +148,13 @@ impl RegisteredMemory {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Before the fields, and so the regions, are dropped.
+        self.trace.0.gives_up();
+    }
+}
+
 impl Inner {
     fn new(memory: &HostMemory, access: AccessFlags, chunk_max: usize, nics: usize) -> Self {
         let mut chunks = Vec::new();

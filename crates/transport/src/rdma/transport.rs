@@ -354,6 +354,31 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_a_device_refuses_to_let_go_of_is_held_until_it_is_closed() {
+        let rig = rig(8, 2);
+        let transport = rig.transport(0, "a1");
+        let (memory, other) = (registered(&transport, KIB), registered(&transport, KIB));
+        let refuses = rig.fabric.refuse_to_deregister(rig.hosts[0].1[0]);
+        let holders = memory.holders();
+        drop(memory);
+        let held = Err(vec!["sim0".to_owned()]);
+        assert_eq!(holders.wait_gone(LIMIT), held, "and nobody waits in vain");
+        // All of the registration, and the region of it that was refused.
+        assert_eq!(transport.quarantined_bytes(), 2 * KIB);
+        drop(refuses);
+        assert_eq!(holders.wait_gone(LIMIT), held, "it is not asked again");
+        let others = other.holders();
+        drop(other);
+        assert_eq!(others.wait_gone(LIMIT), Ok(()), "it lets go of the next");
+        let nic = &transport.nics()[0];
+        nic.release();
+        transport.registrations.release(nic);
+        wait_until("it is closed", || {
+            holders.wait_gone(Duration::ZERO).is_ok() && transport.quarantined_bytes() == 0
+        });
+    }
+
+    #[test]
     fn a_registration_that_hangs_on_one_device_does_not_hold_up_another_device() {
         const HANG: Duration = Duration::from_secs(15);
         let rig = rig(5, 2);

@@ -261,8 +261,7 @@ impl MemoryRegion {
             Caller::Context(self.context),
             |core| core.verb_delay(self.context),
             |core| core.deregister(self.handle),
-        );
-        Ok(())
+        )
     }
 }
 

@@ -28,6 +28,7 @@ enum Undo {
     Link(PortId, LinkOptions),
     Events(EventOptions),
     Stopping(NicId),
+    Deregistering(NicId),
 }
 
 impl FaultGuard {
@@ -53,6 +54,7 @@ impl Drop for FaultGuard {
             }
             Undo::Events(events) => core.options.events = events,
             Undo::Stopping(nic) => core.set_refuses_to_stop(nic, false),
+            Undo::Deregistering(nic) => core.set_refuses_to_deregister(nic, false),
         });
     }
 }
@@ -130,10 +132,18 @@ impl Fabric {
     }
 
     /// Refuses with `EIO` to move queue pairs of an adapter to ERR and to destroy them, as firmware
-    /// may that lost track of them. They go on working until their context is closed or dies.
+    /// may that lost track of them. They go on working until their context is closed or dies. RESET
+    /// is not refused.
     pub fn refuse_to_stop(&self, nic: NicId) -> FaultGuard {
         self.with(|core| core.set_refuses_to_stop(nic, true));
         self.guard(Undo::Stopping(nic))
+    }
+
+    /// Refuses with `EIO` to deregister memory of an adapter: it can be read and written by peers
+    /// that know its key until its context is closed or dies.
+    pub fn refuse_to_deregister(&self, nic: NicId) -> FaultGuard {
+        self.with(|core| core.set_refuses_to_deregister(nic, true));
+        self.guard(Undo::Deregistering(nic))
     }
 
     fn add_rule(&self, rule: Rule) -> FaultGuard {

@@ -144,7 +144,19 @@ impl Core {
         Ok((region, key))
     }
 
-    pub(super) fn deregister(&mut self, handle: Handle) {
+    /// `EIO` while the adapter refuses it; not in a context that died.
+    pub(super) fn deregister(&mut self, handle: Handle) -> Result<(), Errno> {
+        if let Some(region) = self.regions.get(handle) {
+            let lives = self.live_context(region.context).is_ok();
+            if lives && self.nics[region.nic.0].refuses_to_deregister > 0 {
+                return Err(Errno(libc::EIO));
+            }
+        }
+        self.remove_region(handle);
+        Ok(())
+    }
+
+    pub(super) fn remove_region(&mut self, handle: Handle) {
         if let Some(region) = self.regions.remove(handle) {
             let device = &mut self.nics[region.nic.0];
             device.regions.remove(&region.key);

@@ -72,8 +72,10 @@ pub(super) struct Nic {
     pub(super) dead: bool,
     /// Control verbs wait until then.
     pub(super) hangs_until: Duration,
-    /// Queue pairs cannot be moved to ERR, nor destroyed one by one.
-    pub(super) refuses_to_stop: bool,
+    /// Faults by which queue pairs cannot be moved to ERR, nor destroyed one by one.
+    pub(super) refuses_to_stop: u32,
+    /// Faults by which regions cannot be deregistered.
+    pub(super) refuses_to_deregister: u32,
     pub(super) qp_numbers: Numbers,
     pub(super) pairs: BTreeMap<u32, Handle>,
     pub(super) regions: BTreeMap<u32, Handle>,
@@ -150,7 +152,8 @@ impl Core {
             plugged: true,
             dead: false,
             hangs_until: Duration::ZERO,
-            refuses_to_stop: false,
+            refuses_to_stop: 0,
+            refuses_to_deregister: 0,
             // The first numbers are those of the special queue pairs.
             qp_numbers: Numbers::starting_at(17),
             pairs: BTreeMap::new(),
@@ -218,7 +221,7 @@ impl Core {
             let _ = self.destroy_cq(queue);
         }
         for region in self.regions.handles(|region| region.context == handle) {
-            self.deregister(region);
+            self.remove_region(region);
         }
         for pd in self.pds.handles(|pd| pd.context == handle) {
             let _ = self.dealloc_pd(pd);
@@ -297,9 +300,17 @@ impl Core {
     }
 
     pub(super) fn set_refuses_to_stop(&mut self, nic: NicId, refuses: bool) {
-        self.nics[nic.0].refuses_to_stop = refuses;
+        let faults = &mut self.nics[nic.0].refuses_to_stop;
+        *faults = if refuses { *faults + 1 } else { *faults - 1 };
         let does = if refuses { "does not stop" } else { "stops" };
         trace!(self, "{} {does} queue pairs", self.nic_name(nic));
+    }
+
+    pub(super) fn set_refuses_to_deregister(&mut self, nic: NicId, refuses: bool) {
+        let faults = &mut self.nics[nic.0].refuses_to_deregister;
+        *faults = if refuses { *faults + 1 } else { *faults - 1 };
+        let does = if refuses { "keeps" } else { "lets go of" };
+        trace!(self, "{} {does} regions", self.nic_name(nic));
     }
 
     pub(super) fn set_plugged(&mut self, nic: NicId, plugged: bool) {

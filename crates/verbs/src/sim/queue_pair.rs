@@ -362,7 +362,7 @@ impl Core {
             return Ok(());
         };
         let lives = self.live_context(pair.context).is_ok();
-        if lives && self.nics[pair.nic.0].refuses_to_stop {
+        if lives && self.nics[pair.nic.0].refuses_to_stop > 0 {
             return Err(Errno(libc::EIO));
         }
         Ok(())

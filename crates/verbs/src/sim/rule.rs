@@ -107,9 +107,9 @@ pub enum PostVerdict {
     /// It is refused with this error number, and so are those behind it in the same call: the
     /// provider names it (`bad_wr`), and those before it are posted.
     Refuse(i32),
-    /// It is taken, and so are those behind it in the same call, and the call fails with this error
-    /// number without naming one: nobody can know which of them were taken. soft-RoCE's provider
-    /// does so when its doorbell fails.
+    /// It is taken, and so are those behind it in the same call as far as there is room and no rule
+    /// refuses them; the call fails with this error number without naming one: nobody can know
+    /// which of them were taken. soft-RoCE's provider does so when its doorbell fails.
     Doubt(i32),
 }
 

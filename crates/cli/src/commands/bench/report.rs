@@ -2,13 +2,19 @@
 
 use std::time::{Duration, Instant};
 
+use hdrhistogram::Histogram;
 use rerail_engine::RailStats;
 use serde::Serialize;
 
-/// Latencies that are kept of a thread; of more, every second one is dropped, again and again. Few
-/// enough that the program stays as large as it is, however long it runs, and with at least half of
-/// them enough for the slowest hundredth.
-const LATENCIES_MAX: usize = 1 << 15;
+/// The longest latency that is told from longer ones, in ns: an hour.
+const LATENCY_MAX_NS: u64 = 3_600_000_000_000;
+/// Digits of latencies that are kept.
+const DIGITS: u8 = 3;
+
+/// Latencies in ns: each is counted, to three digits, in a size that does not change.
+fn no_latencies() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, LATENCY_MAX_NS, DIGITS).expect("the bounds are in order")
+}
 
 /// What one thread measured.
 #[derive(Debug)]
@@ -21,8 +27,7 @@ pub(super) struct Tally {
     pub(super) first_error: Option<String>,
     stall: Duration,
     last_completion: Instant,
-    latencies_ns: Vec<u64>,
-    keep_every: u64,
+    latencies_ns: Histogram<u64>,
 }
 
 /// How a request ended.
@@ -45,8 +50,7 @@ impl Tally {
             first_error: None,
             stall: Duration::ZERO,
             last_completion: now,
-            latencies_ns: Vec::with_capacity(LATENCIES_MAX),
-            keep_every: 1,
+            latencies_ns: no_latencies(),
         }
     }
 
@@ -72,18 +76,8 @@ impl Tally {
         self.waited_until(at);
         self.last_completion = self.last_completion.max(at);
         self.ops += 1;
-        if self.ops.is_multiple_of(self.keep_every) {
-            self.latencies_ns
-                .push(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
-        }
-        if self.latencies_ns.len() >= LATENCIES_MAX {
-            let mut index = 0;
-            self.latencies_ns.retain(|_| {
-                index += 1;
-                index % 2 == 0
-            });
-            self.keep_every *= 2;
-        }
+        let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.latencies_ns.saturating_record(nanos);
     }
 
     /// Nothing has completed until `now`, with requests in flight.
@@ -143,9 +137,12 @@ impl Report {
             .map(|tally| tally.stall)
             .max()
             .unwrap_or_default();
-        let latencies = tallies.iter().flat_map(|tally| &tally.latencies_ns);
-        let mut latencies: Vec<u64> = latencies.copied().collect();
-        latencies.sort_unstable();
+        let mut latencies = no_latencies();
+        for tally in tallies {
+            // They have the same bounds.
+            latencies += &tally.latencies_ns;
+        }
+        let percentile_us = |percent| latencies.value_at_percentile(percent) as f64 / 1e3;
         Self {
             bytes,
             seconds,
@@ -158,8 +155,8 @@ impl Report {
             failed: sum(|tally| tally.failed),
             retried_slices: sum(|tally| tally.retried_slices),
             max_stall_ms: stall.as_secs_f64() * 1e3,
-            p50_us: percentile(&latencies, 50) as f64 / 1e3,
-            p99_us: percentile(&latencies, 99) as f64 / 1e3,
+            p50_us: percentile_us(50.0),
+            p99_us: percentile_us(99.0),
             rails: rails.into_iter().map(rail).collect(),
         }
     }
@@ -189,12 +186,6 @@ impl Report {
     }
 }
 
-/// Nearest rank of sorted values; 0 without any.
-fn percentile(sorted: &[u64], percent: usize) -> u64 {
-    let rank = (sorted.len() * percent).div_ceil(100).max(1);
-    sorted.get(rank - 1).copied().unwrap_or(0)
-}
-
 fn rail(stats: RailStats) -> Rail {
     let peer = stats.peer.rsplit('@').next().unwrap_or_default().to_owned();
     Rail {
@@ -210,13 +201,9 @@ fn rail(stats: RailStats) -> Rail {
 mod tests {
     use super::*;
 
-    #[test]
-    fn percentiles_are_nearest_ranks() {
-        let values: Vec<u64> = (1..=200).collect();
-        assert_eq!(percentile(&values, 50), 100);
-        assert_eq!(percentile(&values, 99), 198);
-        assert_eq!(percentile(&[7], 99), 7);
-        assert_eq!(percentile(&[], 50), 0);
+    /// To the digits that are kept.
+    fn is_about(found_us: f64, expected_us: f64) -> bool {
+        (found_us / expected_us - 1.0).abs() < 2e-3
     }
 
     #[test]
@@ -236,30 +223,46 @@ mod tests {
             outcome(1, None),
         ]);
         assert_eq!((tally.ops, tally.failed), (2, 1));
-        assert_eq!(tally.latencies_ns, [1_000_000, 2_000_000]);
+        assert_eq!(tally.latencies_ns.len(), 2);
         assert_eq!(tally.first_error.as_deref(), Some("cut off"));
         let report = Report::new(&[tally], Vec::new());
-        assert_eq!((report.ops, report.p99_us), (2, 2_000.0));
+        assert_eq!(report.ops, 2);
+        assert!(is_about(report.p50_us, 1_000.0), "{}", report.p50_us);
+        assert!(is_about(report.p99_us, 2_000.0), "{}", report.p99_us);
     }
 
     #[test]
-    fn a_long_run_keeps_no_more_latencies_and_the_same_percentiles() {
+    fn without_any_request_there_is_no_latency() {
+        let report = Report::new(&[Tally::new(Instant::now())], Vec::new());
+        assert_eq!((report.p50_us, report.p99_us), (0.0, 0.0));
+    }
+
+    #[test]
+    fn every_request_of_a_long_run_counts_and_takes_no_room() {
+        const BATCH: u64 = 128;
         let begin = Instant::now();
-        let mut tally = Tally::new(begin);
-        let room = tally.latencies_ns.capacity();
-        for micros in (0..20 * LATENCIES_MAX as u64).map(|count| 1 + count % 1000) {
-            tally.completed(begin, Duration::from_micros(micros));
+        let (mut one, mut other) = (Tally::new(begin), Tally::new(begin));
+        let room = one.latencies_ns.distinct_values();
+        // In each batch latencies rise.
+        for _ in 0..1_000 {
+            let outcomes = (1..=BATCH).map(|at| {
+                let took = Duration::from_micros(10 * at);
+                Outcome {
+                    finished: Some((begin + took, took)),
+                    error: None,
+                }
+            });
+            one.count(outcomes.collect());
         }
-        assert!(tally.latencies_ns.len() < LATENCIES_MAX);
-        assert_eq!(tally.latencies_ns.capacity(), room, "it never grows");
-        assert_eq!(tally.ops, 20 * LATENCIES_MAX as u64);
-        let report = Report::new(&[tally], Vec::new());
-        assert!((490.0..510.0).contains(&report.p50_us), "{}", report.p50_us);
-        assert!(
-            (980.0..=1000.0).contains(&report.p99_us),
-            "{}",
-            report.p99_us
-        );
+        // A thread with few requests weighs as much as it has.
+        for _ in 0..100 {
+            other.completed(begin, Duration::from_secs(1));
+        }
+        assert_eq!(one.latencies_ns.distinct_values(), room, "it never grows");
+        let report = Report::new(&[one, other], Vec::new());
+        assert_eq!(report.ops, 1_000 * BATCH + 100);
+        assert!(is_about(report.p50_us, 650.0), "{}", report.p50_us);
+        assert!(is_about(report.p99_us, 1_270.0), "{}", report.p99_us);
     }
 
     #[test]

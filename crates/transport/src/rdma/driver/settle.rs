@@ -127,8 +127,8 @@ impl Driver {
     }
 
     /// Ends everything that is in flight on an endpoint that cannot be stopped: it must not be
-    /// posted elsewhere, since it may still be carried out.
-    /// `quarantined_bytes` tells how much that is.
+    /// posted elsewhere, since it may still be carried out. How much that is stands in
+    /// `quarantined_bytes` before the first transfer ends.
     pub(super) fn unfence(
         &mut self,
         endpoint: EndpointKey,

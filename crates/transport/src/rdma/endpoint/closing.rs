@@ -9,7 +9,7 @@
 //! send to their numbers, which a device gives to the next ones: those would take packets of the
 //! earlier connection for their own, and acknowledge as repetitions what they never wrote.
 
-use super::{Action, CloseCause, Endpoint, Limits, Offer, State, Token};
+use super::{Action, CloseCause, Endpoint, Limits, Offer, STOOD_STILL, State, Token};
 use crate::machine::Time;
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -18,8 +18,10 @@ pub(super) struct Closing {
     since: Time,
     /// Queue pairs were handed to the data thread.
     attached: bool,
-    /// When they were in ERR, or gone.
+    /// When they were in ERR, or gone; later where the wait for what is flushed began anew.
     in_error: Option<Time>,
+    /// It did.
+    waits_anew: bool,
     /// The data thread has had everything back.
     drained: bool,
     /// Since when they are being destroyed.
@@ -46,7 +48,7 @@ impl Closing {
             (_, Some(at)) => Some(at + limits.packet_lifetime),
             (_, None) => Some(match self.in_error {
                 Some(at) => at + limits.drain,
-                None => self.since + limits.error,
+                None => self.since + limits.to_error,
             }),
         }
     }
@@ -91,6 +93,7 @@ impl Endpoint {
             since: now,
             attached,
             in_error: None,
+            waits_anew: false,
             drained: false,
             destroying: None,
             gone: false,
@@ -189,10 +192,19 @@ impl Endpoint {
         let State::Failing(closing) = &mut self.state else {
             return;
         };
-        if closing
-            .next_timeout(&self.limits)
-            .is_none_or(|due| now < due)
+        let Some(due) = closing.next_timeout(&self.limits) else {
+            return;
+        };
+        if now < due {
+            return;
+        }
+        let drains = closing.destroying.is_none() && closing.locally_fenced.is_none();
+        if drains
+            && closing.in_error.is_some()
+            && !closing.waits_anew
+            && now.saturating_since(due) >= STOOD_STILL
         {
+            (closing.in_error, closing.waits_anew) = (Some(now), true);
             return;
         }
         if closing.destroying.is_none() || closing.gone {

@@ -464,6 +464,17 @@ fn work_that_does_not_come_back_flushed_is_waited_for_from_error_on() {
     assert_eq!(endpoint.next_timeout(), Some(at(900)));
     endpoint.handle_timeout(at(900));
     assert_eq!(actions(&mut endpoint), [Action::Destroy]);
+
+    // A process that stood still has not looked whether it came, and looks once more.
+    let mut endpoint = connected();
+    endpoint.handle(at(100), Input::Close(CloseCause::Broken("stuck".into())));
+    endpoint.handle(at(400), Input::InError);
+    actions(&mut endpoint);
+    endpoint.handle_timeout(at(1_500));
+    assert!(actions(&mut endpoint).is_empty());
+    assert_eq!(endpoint.next_timeout(), Some(at(2_000)));
+    endpoint.handle_timeout(at(2_900));
+    assert_eq!(actions(&mut endpoint), [Action::Destroy], "but only once");
 }
 
 #[test]

@@ -15,8 +15,8 @@ pub(super) struct Trace(pub(super) Arc<Holding>);
 impl Drop for Trace {
     fn drop(&mut self) {
         self.0.gone.store(true, Ordering::Release);
-        // So that it is known when they are destroyed, whoever asks. One that has the lock waits
-        // for just that.
+        // So that it is known when they are destroyed, whoever asks. Who has the lock now asks by
+        // itself, or the next one does.
         if let Ok(mut devices) = self.0.devices.try_lock() {
             Holding::set_barriers(&mut devices);
         }
@@ -34,8 +34,12 @@ pub(super) struct Holding {
 struct Holder {
     nic: String,
     control: ControlThread,
+    /// Bytes of regions that it had refused to deregister before those of this registration.
+    refused_before: u64,
     /// A job behind the destruction of all regions, once one was submitted.
     barrier: Option<Pending<()>>,
+    /// It has refused to let go: hardware may reach the memory until the context is closed.
+    refuses: bool,
 }
 
 impl Holding {
@@ -49,8 +53,17 @@ impl Holding {
             devices.push(Holder {
                 nic: nic.to_owned(),
                 control: control.clone(),
+                refused_before: 0,
                 barrier: None,
+                refuses: false,
             });
+        }
+    }
+
+    /// The regions are about to be handed to the control threads.
+    pub(super) fn gives_up(&self) {
+        for holder in self.lock().iter_mut() {
+            holder.refused_before = holder.control.quarantined_bytes();
         }
     }
 
@@ -67,16 +80,18 @@ impl Holding {
         if !self.gone.load(Ordering::Acquire) {
             return true;
         }
-        match self.devices.try_lock() {
-            Ok(mut devices) => {
-                Self::set_barriers(&mut devices);
-                devices.retain(|holder| holder.holds_after(Duration::ZERO));
-                !devices.is_empty()
-            }
-            Err(TryLockError::Poisoned(devices)) => !devices.into_inner().is_empty(),
+        let mut devices = match self.devices.try_lock() {
+            Ok(devices) => devices,
+            Err(TryLockError::Poisoned(devices)) => devices.into_inner(),
             // Somebody waits for it.
-            Err(TryLockError::WouldBlock) => true,
-        }
+            Err(TryLockError::WouldBlock) => return true,
+        };
+        Self::set_barriers(&mut devices);
+        devices.retain_mut(|holder| {
+            let answer = holder.barrier.as_ref().and_then(Pending::try_take);
+            holder.still_holds(answer)
+        });
+        !devices.is_empty()
     }
 
     /// Names of the NICs that were asked to hold it and have not been found to let go.
@@ -96,16 +111,25 @@ impl Holding {
 
 impl Holder {
     /// Whether the device holds it still after so much time, if it does not let go before.
-    fn holds_after(&self, wait: Duration) -> bool {
+    fn holds_after(&mut self, wait: Duration) -> bool {
+        // What has refused lets go when it is closed, which nobody waits for here.
+        let asked = self.barrier.as_ref().filter(|_| !self.refuses);
+        let answer = asked.map(|barrier| barrier.wait_timeout(wait));
+        self.still_holds(answer)
+    }
+
+    /// What the barrier's answer means, if there is one.
+    fn still_holds(&mut self, answer: Option<Result<(), VerbsError>>) -> bool {
         if self.control.is_closed() {
             return false;
         }
-        match self
-            .barrier
-            .as_ref()
-            .map(|barrier| barrier.wait_timeout(wait))
-        {
-            Some(Ok(())) => false,
+        match answer {
+            _ if self.refuses => true,
+            Some(Ok(())) => {
+                // Another's region at the same time counts too: rather too long than too short.
+                self.refuses = self.control.quarantined_bytes() > self.refused_before;
+                self.refuses
+            }
             // A device is closed once everything of it is gone.
             Some(Err(VerbsError::JobLost { .. } | VerbsError::ControlClosed { .. })) => false,
             Some(Err(_)) | None => true,
@@ -114,7 +138,8 @@ impl Holder {
 }
 
 /// Which devices hold a registration that was given up. A device that hangs holds it until it
-/// answers or is closed; what was not registered with it is not concerned.
+/// answers or is closed, and one that refuses to deregister it until it is closed; what was not
+/// registered with it is not concerned.
 #[derive(Clone, Debug)]
 pub struct Holders(pub(super) Arc<Holding>);
 
@@ -151,7 +176,7 @@ impl Holders {
         let mut devices = self.0.lock();
         // All at once, since devices work side by side.
         Holding::set_barriers(&mut devices);
-        devices.retain(|holder| holder.holds_after(left()));
+        devices.retain_mut(|holder| holder.holds_after(left()));
         if devices.is_empty() {
             return Ok(());
         }

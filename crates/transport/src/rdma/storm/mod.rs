@@ -160,7 +160,12 @@ fn the_same_seed_gives_the_same_trace_and_another_one_another() {
 
 #[test]
 fn a_fault_that_is_left_out_changes_no_other() {
-    let whole = World::storm(5, &Cut::default());
+    // Which NIC is broken depends on how many there are: the first seed in which none comes.
+    let storms = (1..100).map(|seed| (seed, World::storm(seed, &Cut::default())));
+    let is_steady = |run: &Run| !run.trace.iter().any(|line| line.contains("NIC comes"));
+    let (seed, whole) = { storms }
+        .find(|(_, run)| is_steady(run))
+        .expect("not in each");
     let faults = |run: &Run| -> Vec<String> {
         let lines = run.trace.iter().filter(|line| line.contains(" fault "));
         lines.cloned().collect()
@@ -190,7 +195,7 @@ fn a_fault_that_is_left_out_changes_no_other() {
         faults: Some(kept.clone()),
         ..Cut::default()
     };
-    let left = faults(&World::storm(5, &cut));
+    let left = faults(&World::storm(seed, &cut));
     let expected = all.iter().filter(|line| kept.contains(&of(line)));
     let expected: Vec<_> = expected.filter(is_always).collect();
     assert!(expected.len() > 3, "{all:?}");

@@ -175,6 +175,7 @@ fn queue_pairs_that_a_device_refuses_to_stop_work_until_their_context_is_closed(
     let two = Connected::new(options());
     let before = two.fabric.stats();
     let refused = two.fabric.refuse_to_stop(two.b.nic);
+    drop(two.fabric.refuse_to_stop(two.b.nic));
     assert_eq!(errno(two.pair_b.to_error()), EIO);
     two.b.context.port_attr(1).expect("all else works");
     let control = two.b.context.control().clone();
