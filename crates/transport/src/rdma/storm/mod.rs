@@ -69,13 +69,9 @@ pub(super) fn note_action(key: EndpointKey, action: &Action) {
 
 /// Seeds that run with the other tests; `cargo xtask sim` runs more.
 const SEEDS: u64 = 12;
-/// Seeds that once found a fault, and run with them: what is mended stays so.
-const KEPT: &[u64] = &[
-    // Endpoints were left of requests that were meant for an earlier process.
-    317, 499,
-    // Both ends probed with keys that were out of date, at the same time, each second for ever.
-    40_057,
-];
+/// Seeds that found a fault, and run with them until the fault has a test of its own, or a change
+/// of what is drawn has taken their meaning. All that were found so far have one.
+const KEPT: &[u64] = &[];
 /// Seeds from which on every transition and every fault must have occurred.
 const COMPLETE_FROM: usize = 200;
 /// Failing seeds of one run that are shortened.
