@@ -521,12 +521,13 @@ impl World {
         if parting == Parting::Replaced {
             self.expect_restarted(host, peer);
         }
+        let now = self.now;
         let Some(node) = self.node(host) else {
             return;
         };
         // One that is only let go of here lives on.
         if parting != Parting::Closed {
-            node.retired.insert(peer);
+            node.retired.entry(peer).or_insert(now);
         }
         let failure = match parting {
             Parting::Replaced => Some(TransferError::PeerRestarted { peer: name }),

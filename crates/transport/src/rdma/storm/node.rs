@@ -1,7 +1,7 @@
 //! One node: a process with the engine's RDMA side, its machines and its work.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -222,7 +222,7 @@ pub(super) struct Node {
     /// The last generation taken in of each peer.
     pub(super) generations: BTreeMap<PeerId, u64>,
     /// Peers whose life is over.
-    pub(super) retired: BTreeSet<PeerId>,
+    pub(super) retired: BTreeMap<PeerId, Time>,
     /// What is to be reported by a certain time.
     pub(super) due: Vec<Due>,
     pub(super) next: u64,
@@ -374,7 +374,7 @@ impl Node {
             jobs: BTreeMap::new(),
             generation: 0,
             generations: BTreeMap::new(),
-            retired: BTreeSet::new(),
+            retired: BTreeMap::new(),
             due: Vec::new(),
             next: 1,
         };
