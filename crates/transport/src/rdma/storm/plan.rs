@@ -101,6 +101,19 @@ impl World {
         self.until(after, End::Guard(id));
     }
 
+    /// What becomes of the next `count` work requests of a NIC.
+    fn judge_first(&self, count: u32, nic: NicId, verdict: WorkVerdict) -> FaultGuard {
+        let mut left = count;
+        self.fabric.on_work(move |work| {
+            if left > 0 && work.nic == nic {
+                left -= 1;
+                verdict
+            } else {
+                WorkVerdict::Pass
+            }
+        })
+    }
+
     /// One of these at a time: a guard puts back what it found.
     fn degrade(&mut self, span: Duration, port: PortId, link: LinkOptions) -> bool {
         if !self.exclusive.insert(Exclusive::Link(port)) {
@@ -211,15 +224,7 @@ impl World {
                 Fault::DeadDevice
             }
             14 => {
-                let mut left = 1;
-                let guard = self.fabric.on_work(move |work| {
-                    if left > 0 && work.nic == id {
-                        left -= 1;
-                        WorkVerdict::LoseCompletion
-                    } else {
-                        WorkVerdict::Pass
-                    }
-                });
+                let guard = self.judge_first(1, id, WorkVerdict::LoseCompletion);
                 self.guard(span, guard);
                 Fault::LostCompletion
             }
@@ -234,15 +239,7 @@ impl World {
                     WcStatus::LocAccessErr,
                 ];
                 let status = *statuses.choose(&mut rng).expect("one");
-                let mut left = 1;
-                let guard = self.fabric.on_work(move |work| {
-                    if left > 0 && work.nic == id {
-                        left -= 1;
-                        WorkVerdict::Fail(status, 0)
-                    } else {
-                        WorkVerdict::Pass
-                    }
-                });
+                let guard = self.judge_first(1, id, WorkVerdict::Fail(status, 0));
                 self.guard(span, guard);
                 Fault::FailedWork
             }
@@ -378,15 +375,7 @@ impl World {
                     let deadline = ms(rng.random_range(400..1_500));
                     self.submit_one(host, other, false, deadline, &mut rng);
                 }
-                let mut left = 1;
-                let guard = self.fabric.on_work(move |work| {
-                    if left > 0 && work.nic == far {
-                        left -= 1;
-                        WorkVerdict::Fail(WcStatus::RetryExcErr, 0)
-                    } else {
-                        WorkVerdict::Pass
-                    }
-                });
+                let guard = self.judge_first(1, far, WorkVerdict::Fail(WcStatus::RetryExcErr, 0));
                 self.guard(ms(100), guard);
                 self.submit_one(other, host, false, ms(2_000), &mut rng);
                 Fault::LateClose
@@ -469,15 +458,7 @@ impl World {
             }
             43 => {
                 // What is given up meanwhile is not known to be safe.
-                let mut left = 4;
-                let guard = self.fabric.on_work(move |work| {
-                    if left > 0 && work.nic == id {
-                        left -= 1;
-                        WorkVerdict::LoseCompletion
-                    } else {
-                        WorkVerdict::Pass
-                    }
-                });
+                let guard = self.judge_first(4, id, WorkVerdict::LoseCompletion);
                 self.guard(ms(1_000), guard);
                 let guard = self.fabric.refuse_to_stop(id);
                 self.guard(ms(6_000), guard);
