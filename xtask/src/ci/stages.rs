@@ -21,13 +21,13 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "fmt",
-        budget_s: 10,
+        budget_s: 5,
         full_only: false,
         run: fmt,
     },
     Stage {
         name: "tidy",
-        budget_s: 10,
+        budget_s: 5,
         full_only: false,
         run: |_| tidy::run(),
     },
@@ -63,13 +63,13 @@ pub(super) const STAGES: &[Stage] = &[
     },
     Stage {
         name: "sim",
-        budget_s: 45,
+        budget_s: 70,
         full_only: false,
         run: storms,
     },
     Stage {
         name: "consumers",
-        budget_s: 90,
+        budget_s: 75,
         full_only: false,
         run: consume,
     },
