@@ -357,6 +357,20 @@ fn a_peer_that_was_withdrawn_is_replaced_by_whoever_comes_next() {
 }
 
 #[test]
+fn a_late_word_while_nobody_has_the_name_brings_nobody_back() {
+    let mut rig = Rig::new(Fetched::Found(rerail(2, 5, true)));
+    rig.store = Fetched::NotFound;
+    rig.input(Input::WatchDelete { name: NAME.into() });
+    rig.advance(60_000);
+    assert_eq!(known(&rig), None);
+    // Of a process that had the name before the last one.
+    watch(&mut rig, 1, 9);
+    assert_eq!(known(&rig), None, "the store is asked, and has nobody");
+    rig.advance(5_000);
+    assert_eq!(known(&rig), None);
+}
+
+#[test]
 fn a_late_word_of_a_cpp_engine_retires_nobody() {
     let mut rig = Rig::new(Fetched::Found(plain("10.0.0.1")));
     rig.store = Fetched::Found(rerail(1, 1, true));
