@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::support::{Connected, Host, MS, connect, init, options, rtr, rts};
 use crate::sim::{Fabric, FabricOptions, VerbTime};
-use crate::{AsyncEventKind, VerbsError, WcStatus, WorkRequest};
+use crate::{AccessFlags, AsyncEventKind, HostMemory, VerbsError, WcStatus, WorkRequest};
 
 const EIO: Option<i32> = Some(libc::EIO);
 
@@ -198,4 +198,33 @@ fn queue_pairs_that_a_device_refuses_to_stop_work_until_their_context_is_closed(
     assert_eq!(fabric.stats().queue_pairs, before.queue_pairs - 1);
     drop(refused);
     pair_a.to_error().expect("another adapter stops them");
+}
+
+#[test]
+fn memory_that_a_device_refuses_to_deregister_is_held_until_its_context_is_closed() {
+    let two = Connected::new(options());
+    let before = two.fabric.stats().regions;
+    let control = two.b.context.control().clone();
+    let memory = HostMemory::allocate(4096).expect("memory");
+    let register = || {
+        let access = AccessFlags::LOCAL_WRITE;
+        let region = two.b.pd.register(&memory, 0, 4096, access);
+        region.expect("registered")
+    };
+    let refused = two.fabric.refuse_to_deregister(two.b.nic);
+    // Of two such faults the other goes on.
+    drop(two.fabric.refuse_to_deregister(two.b.nic));
+    drop(register());
+    assert_eq!(control.failed_destructions(), 1);
+    assert_eq!(control.quarantined_bytes(), 4096);
+    assert_eq!(two.fabric.stats().regions, before + 1);
+    drop(refused);
+    drop(register());
+    assert_eq!(two.fabric.stats().regions, before + 1, "it lets go again");
+    let Connected {
+        fabric, b, pair_b, ..
+    } = two;
+    drop((pair_b, b));
+    assert!(control.is_closed());
+    assert!(fabric.stats().regions < before, "all of it is gone");
 }
