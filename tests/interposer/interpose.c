@@ -4,7 +4,7 @@
  * RERAIL_INTERPOSE names a directory. For a device DEV, while these files are there:
  *
  *   fatal-DEV   the next read of an event gives DEVICE_FATAL; the file is removed
- *   cqerr-DEV   the same with CQ_ERR of the last completion queue that was made
+ *   cqerr-DEV   the same with CQ_ERR of its last completion queue
  *   eio-DEV     the same with EIO instead of an event
  *   hang-DEV    moving queue pairs to another state does not return
  */
@@ -20,7 +20,23 @@ static const char VERSION[] = "IBVERBS_1.1";
 
 /* The completion queue of the event that was made up, if one was. */
 static __thread struct ibv_cq *made_up;
-static struct ibv_cq *last_cq;
+/* The last completion queues that were made, one a context, in a ring. */
+static struct {
+	struct ibv_context *context;
+	struct ibv_cq *cq;
+} cqs[32];
+static unsigned int cqs_made;
+
+static struct ibv_cq *cq_of(struct ibv_context *context)
+{
+	unsigned int count = sizeof(cqs) / sizeof(cqs[0]);
+	for (unsigned int back = 1; back <= count && back <= cqs_made; back++) {
+		unsigned int at = (cqs_made - back) % count;
+		if (cqs[at].context == context)
+			return cqs[at].cq;
+	}
+	return NULL;
+}
 
 static void *real(const char *name)
 {
@@ -52,8 +68,13 @@ struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe, void *cq_cont
 {
 	struct ibv_cq *(*create)(struct ibv_context *, int, void *, struct ibv_comp_channel *,
 				 int) = real("ibv_create_cq");
-	last_cq = create(context, cqe, cq_context, channel, comp_vector);
-	return last_cq;
+	struct ibv_cq *cq = create(context, cqe, cq_context, channel, comp_vector);
+	/* Each device is opened by a thread of its own. */
+	unsigned int at = __atomic_fetch_add(&cqs_made, 1, __ATOMIC_SEQ_CST);
+	at %= sizeof(cqs) / sizeof(cqs[0]);
+	cqs[at].cq = cq;
+	cqs[at].context = context;
+	return cq;
 }
 
 int ibv_get_async_event(struct ibv_context *context, struct ibv_async_event *event)
@@ -64,10 +85,11 @@ int ibv_get_async_event(struct ibv_context *context, struct ibv_async_event *eve
 		event->element.cq = NULL;
 		return 0;
 	}
-	if (last_cq && last_cq->context == context && take("cqerr", context)) {
+	struct ibv_cq *cq = cq_of(context);
+	if (cq && take("cqerr", context)) {
 		event->event_type = IBV_EVENT_CQ_ERR;
-		event->element.cq = last_cq;
-		made_up = last_cq;
+		event->element.cq = cq;
+		made_up = cq;
 		return 0;
 	}
 	if (take("eio", context)) {
