@@ -22,6 +22,9 @@ use crate::machine::Time;
 use crate::machine::ids::{LocalNic, PeerId, RailId};
 use crate::machine::rail::{ProbeKind, RailTraits, nominal_bytes_per_s};
 
+/// So often in a row the end of a connection that the peer builds anew is followed at once.
+const REBUILT_MAX: u32 = 3;
+
 /// How long no memory of a peer is probed after a key of it was refused: it may not be meant to be
 /// read.
 const MEMORY_REFUSED: Duration = Duration::from_secs(60);
@@ -346,6 +349,8 @@ pub struct Rail {
     unproved: AtomicU8,
     /// Its present connection has moved more at once than the shortest path MTU in use.
     moved_long: AtomicBool,
+    /// How often in a row the peer built its end anew before there was a connection.
+    rebuilt: AtomicU32,
     in_flight_bytes: AtomicU64,
     queued_bytes: AtomicU64,
     bytes: AtomicU64,
@@ -398,6 +403,7 @@ impl Rail {
             endpoint: AtomicU64::new(0),
             unproved: AtomicU8::new(0),
             moved_long: AtomicBool::new(false),
+            rebuilt: AtomicU32::new(0),
             in_flight_bytes: AtomicU64::new(0),
             queued_bytes: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
@@ -556,8 +562,16 @@ impl Rail {
 
     /// A new connection carries its work from now on.
     pub(super) fn begins(&self) {
+        self.rebuilt.store(0, Ordering::Relaxed);
         self.set_unproved(Some(ProbeKind::ZeroLengthRead));
         self.moved_long.store(false, Ordering::Relaxed);
+    }
+
+    /// The peer has built its end anew before there was a connection: whether another is asked for
+    /// at once. Mostly the peer is about to connect it itself; two processes of one name each do,
+    /// and for ever.
+    pub(super) fn follows_rebuilding(&self) -> bool {
+        self.rebuilt.fetch_add(1, Ordering::Relaxed) < REBUILT_MAX
     }
 
     /// Whether long packets have got through on its connection.

@@ -718,7 +718,8 @@ impl EndpointTask {
             && (*cause == CloseCause::PeerRebuilt
                 || (cause.is_unreachable() && self.is_bound && self.rows.len() > 1));
         for (rail, binding) in self.rails.drain(..) {
-            if again {
+            let is_rebuilt = *cause == CloseCause::PeerRebuilt;
+            if again && (!is_rebuilt || rail.follows_rebuilding()) {
                 self.connector.want(&rail, binding);
                 continue;
             }
