@@ -202,17 +202,20 @@ mod tests {
             (keys, revision)
         };
         assert_eq!(keys(), ([10, 20], 0));
+        let (waiting, _) = segment.span(0x1000, 16).expect("offered");
         // Registered anew, and published in another order.
         let healthy_first = descriptor(&["b", "a"], &[(0x1000, 0x1000, &[21, 11])]);
         segment.life().take(healthy_first, &[]);
         assert_eq!(keys(), ([11, 21], 1));
+        let keys_of_waiting = [0, 1].map(|nic| waiting.key(0, nic));
+        assert_eq!(keys_of_waiting, [Some(11), Some(21)], "requests follow it");
         // A record that lacks a NIC says nothing of keys for it.
         let other = descriptor(&["b"], &[(0x1000, 0x1000, &[99])]);
         segment.life().take(other, &[]);
         assert_eq!(keys(), ([11, 21], 1));
         // Memory that is gone is asked for as it was: the peer refuses it.
         segment.life().take(descriptor(&["a", "b"], &[]), &[]);
-        assert_eq!(keys(), ([10, 20], 0));
+        assert_eq!(keys(), ([11, 21], 0));
         assert!(segment.present_span(0x1000, 16).is_none());
     }
 

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 
 use rerail_transport::TransferError;
 use rerail_transport::machine::peers::Trouble;
+use rerail_transport::rdma::slice::RefusedKey;
 use rerail_transport::rdma::{OnFinished, Span, TransferSpec};
 
 use super::{Shared, Task};
@@ -41,6 +42,20 @@ struct First {
     segment: Segment,
     spec: TransferSpec,
     revision: u64,
+    /// The keys that were refused; none over TCP.
+    refused: Vec<RefusedKey>,
+}
+
+impl First {
+    /// Whether what is offered differs from what was refused. Over TCP there are no keys: a newer
+    /// record says that something has changed.
+    fn differs_from(&self, (span, revision): &(Span, u64)) -> bool {
+        if self.refused.is_empty() {
+            return *revision > self.revision;
+        }
+        let mut refused = self.refused.iter();
+        refused.any(|refused| span.key(refused.offset, refused.nic) != Some(refused.key))
+    }
 }
 
 impl Pending {
@@ -51,9 +66,10 @@ impl Pending {
         let (peers, clock) = (self.batch.own.peers.clone(), self.batch.own.clock);
         let segment = &first.segment;
         let (addr, length) = (first.spec.remote.addr(), first.spec.length);
-        let present = segment.present_span(addr, length);
+        let present = || segment.present_span(addr, length);
         // Other keys have come meanwhile, over a subscription for example.
-        let mut newer = present.filter(|(span, _)| *span != first.spec.remote);
+        let known = present().filter(|_| !first.refused.is_empty());
+        let mut newer = known.filter(|found| first.differs_from(found));
         if newer.is_none() {
             let life = segment.life();
             let asked = life.refreshes();
@@ -62,11 +78,7 @@ impl Pending {
             let limit = clock.instant(first.spec.cut_off).into();
             // Whatever comes of it, the record at hand decides.
             let _ = tokio::time::timeout_at(limit, life.news.wait_async(holds)).await;
-            // Over TCP there are no keys: a newer record says that something has changed.
-            let is_newer = |(span, revision): &(Span, u64)| {
-                *span != first.spec.remote || *revision > first.revision
-            };
-            newer = segment.present_span(addr, length).filter(is_newer);
+            newer = present().filter(|found| first.differs_from(found));
         }
         if let Some((remote, revision)) = newer
             && clock.now() < first.spec.cut_off
@@ -82,6 +94,7 @@ impl Pending {
             segment: entry.segment.clone(),
             spec: entry.transfer.spec().clone(),
             revision: entry.revision,
+            refused: entry.transfer.refused_keys(),
         })
     }
 

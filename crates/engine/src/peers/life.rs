@@ -198,7 +198,7 @@ impl ReachKey {
                         let key = buffer.rkey.get(*at).copied();
                         key.filter(|key| *key != 0 || !any)
                     };
-                    let keys = Keys::new(order.iter().map(key));
+                    let keys = Keys::of_peer(order.iter().map(key));
                     let (addr, length) = (buffer.addr, buffer.length);
                     pieces.push(Piece { addr, length, keys });
                 }
@@ -260,7 +260,8 @@ impl Reach {
 
     fn take(&self, descriptor: &Arc<SegmentDescriptor>, revision: u64) {
         let mut offered = self.offered.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(new) = Offered::new(&offered.key, revision, descriptor) {
+        if let Some(mut new) = Offered::new(&offered.key, revision, descriptor) {
+            Piece::carry_over(&offered.buffers, &mut new.buffers);
             *offered = Arc::new(new);
         }
     }

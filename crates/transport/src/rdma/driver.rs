@@ -15,10 +15,10 @@ use tokio::sync::mpsc::error::TrySendError;
 use super::config::RdmaConfig;
 use super::endpoint::CloseCause;
 use super::inbox::{EndpointKey, Inbox, Order, Report};
-use super::link::{Cargo, Flight, Lane, Link};
+use super::link::{Cargo, Flight, Lane, Link, WorkKeys};
 use super::nic::Nic;
 use super::slab::Slab;
-use super::slice::Slice;
+use super::slice::{RefusedKey, Slice};
 use super::transfer::Transfer;
 use crate::TransferError;
 use crate::machine::Time;
@@ -399,10 +399,15 @@ impl Driver {
         let mut cause = CloseCause::Failed { status, bytes };
         match flight.cargo {
             Cargo::Slice(transfer, slice) => {
-                if let Verdict::Request(RequestFault::RemoteKey | RequestFault::LocalKey) =
-                    verdict(status)
-                {
-                    let rail = &self.lanes[flight.lane].rail;
+                let rail = &self.lanes[flight.lane].rail;
+                let own = self.nic.index().0;
+                if is_at_fault(
+                    &transfer,
+                    slice,
+                    (own, rail.id().peer.nic),
+                    flight.keys,
+                    status,
+                ) {
                     let error = request_error(&transfer, slice, rail, status);
                     let reason = error.to_string();
                     cause = CloseCause::BadRequest { status, reason };
@@ -469,6 +474,12 @@ impl Driver {
             let Some(work) = lane.pending.front().filter(|_| !full) else {
                 break;
             };
+            if work.transfer.avoids(lane.rail.peer_position()) {
+                if let Some(work) = lane.pending.pop_front() {
+                    self.unsent.push_back(Report::Stranded(work.dequeue()));
+                }
+                continue;
+            }
             let Some(slice) = work.transfer.claim() else {
                 if let Some(done) = lane.pending.pop_front() {
                     let transfer = done.dequeue();
@@ -505,6 +516,7 @@ impl Driver {
                 lane: lane_index,
                 link: key,
                 queue,
+                keys: keys_of(&request),
             };
             match self.flights.insert(flight) {
                 Ok(wr_id) => {
@@ -626,6 +638,44 @@ fn work_request(
         RdmaOpcode::Read => WorkRequest::read(0, local, remote),
         _ => WorkRequest::write(0, local, remote),
     })
+}
+
+/// The keys in a request of a slice.
+fn keys_of(request: &WorkRequest) -> WorkKeys {
+    WorkKeys {
+        local: request.sges().first().map_or(0, |sge| sge.lkey),
+        remote: request.remote.rkey,
+    }
+}
+
+/// Whether work that came back with `status` is itself at fault: its key was refused, and is the
+/// one in force still. One that was replaced meanwhile, since its device died or its owner
+/// registered the memory anew, is nobody's mistake; nor is one that a single NIC of the peer
+/// refuses, whose device may have died before its record says so, as long as another one leads to
+/// the same bytes.
+fn is_at_fault(
+    transfer: &Transfer,
+    slice: Slice,
+    (local_nic, peer_nic): (u32, u32),
+    posted: WorkKeys,
+    status: WcStatus,
+) -> bool {
+    let spec = transfer.spec();
+    match verdict(status) {
+        Verdict::Request(RequestFault::LocalKey) => {
+            spec.local.key(slice.offset, local_nic) == Some(posted.local)
+        }
+        Verdict::Request(RequestFault::RemoteKey) => {
+            let key = RefusedKey {
+                offset: slice.offset,
+                nic: peer_nic,
+                key: posted.remote,
+            };
+            spec.remote.key(slice.offset, peer_nic) == Some(posted.remote)
+                && transfer.is_refused(key)
+        }
+        _ => false,
+    }
 }
 
 /// The error of a request that is itself at fault.

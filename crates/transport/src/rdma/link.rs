@@ -127,6 +127,15 @@ pub(super) struct Flight {
     pub(super) link: u64,
     /// Position of its queue pair in the link.
     pub(super) queue: usize,
+    /// The keys that it was posted with.
+    pub(super) keys: WorkKeys,
+}
+
+/// Keys of a work request.
+#[derive(Clone, Copy, Default)]
+pub(super) struct WorkKeys {
+    pub(super) local: u32,
+    pub(super) remote: u32,
 }
 
 /// What a work request is for.

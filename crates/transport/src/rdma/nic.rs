@@ -267,10 +267,11 @@ impl Nic {
     }
 
     /// Lets go of the device without waiting for it: it closes once the last of what was made of
-    /// it is gone.
+    /// it is gone. Its queue pairs are stopped before any region that is dropped after this goes.
     pub(super) fn release(&self) {
-        if self.opening.swap(None).is_some() {
+        if let Some(opening) = self.opening.swap(None) {
             self.openings.fetch_add(1, Ordering::AcqRel);
+            opening.stop();
         }
     }
 

@@ -1,5 +1,6 @@
 //! One opening of a device, and all that is made once for it.
 
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use rerail_verbs::{
@@ -8,6 +9,7 @@ use rerail_verbs::{
 };
 
 use super::config::RdmaConfig;
+use super::inbox::Pairs;
 use crate::TransportError;
 
 /// How long registering memory may take whatever its size: pinning a terabyte takes minutes.
@@ -25,18 +27,33 @@ const OPEN_LIMIT: Duration = Duration::from_secs(60);
 /// Bytes that probes read to: the largest path MTU.
 const SCRATCH_BYTES: usize = 4096;
 
+/// Queue pairs are looked through for those that are gone when so many were made.
+const SWEEP_MIN: usize = 64;
+
 /// An open device. A NIC has one at a time; one that died lives on until its last queue pair and
 /// region are gone.
 #[derive(Debug)]
 pub struct Opening {
     number: u32,
     attr: DeviceAttr,
+    made: Mutex<Made>,
     /// Where probes read to: nobody looks at it.
     scratch: MemoryRegion,
     // Dropped in this order, though verbs would keep it right in any.
     cq: CompletionQueue,
     pd: ProtectionDomain,
     context: Context,
+}
+
+/// Queue pairs that were made of an opening.
+#[derive(Debug, Default)]
+struct Made {
+    /// Some of them may be gone.
+    all: Vec<Weak<Pairs>>,
+    /// So many are listed when those that are gone are left out next.
+    swept_at: usize,
+    /// They are all stopped, and what is made later is, too.
+    stopped: bool,
 }
 
 impl Opening {
@@ -67,6 +84,7 @@ impl Opening {
         Ok(Self {
             number,
             attr,
+            made: Mutex::default(),
             scratch,
             cq,
             pd,
@@ -104,6 +122,49 @@ impl Opening {
         &self.scratch
     }
 
+    /// Queue pairs were made of it: they are stopped when it is.
+    pub(super) fn has_made(&self, pairs: &Arc<Pairs>) {
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        if made.all.len() >= made.swept_at {
+            made.all.retain(|pairs| pairs.strong_count() > 0);
+            made.swept_at = 2 * made.all.len() + SWEEP_MIN;
+        }
+        made.all.push(Arc::downgrade(pairs));
+        if made.stopped {
+            drop(made);
+            self.stop();
+        }
+    }
+
+    /// Moves all its queue pairs to ERR, ahead of whatever of it is dropped from now on. Does not
+    /// wait for it.
+    ///
+    /// The device may work on though it is given up, and both ends with it. Work that is under way
+    /// when its region goes would fail as one whose keys are wrong, and so as its owner's mistake;
+    /// that of a queue pair in ERR is flushed here, and not answered there, which is the path's.
+    pub(super) fn stop(&self) {
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        made.stopped = true;
+        let all = std::mem::take(&mut made.all);
+        drop(made);
+        if all.iter().all(|pairs| pairs.strong_count() == 0) {
+            return;
+        }
+        let stop = move || {
+            for pairs in all.iter().filter_map(Weak::upgrade) {
+                for pair in &pairs.0 {
+                    if let Err(error) = pair.to_error() {
+                        // Its endpoint tries it again, and says so.
+                        tracing::debug!(%error, "a queue pair does not go to ERR");
+                    }
+                }
+            }
+        };
+        if let Err(error) = self.context.control().submit_urgent(stop).map(drop) {
+            tracing::error!(%error, "queue pairs of a device that is given up are not stopped first");
+        }
+    }
+
     /// Has `length` bytes of `memory` from `offset` registered on the control thread, which gives
     /// the region to `taken` there. Does not wait for it.
     pub(super) fn register<T, F>(
@@ -129,4 +190,46 @@ impl Opening {
 fn register_limit(bytes: usize) -> Duration {
     let for_bytes = Duration::from_secs(bytes as u64 / PINNED_BYTES_PER_S_MIN);
     (REGISTER_MIN + for_bytes).min(REGISTER_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use rerail_verbs::QpState;
+
+    use super::super::pairs::prepare;
+    use super::super::paths::Advice;
+    use super::super::rig::{LIMIT, rig};
+    use super::*;
+
+    #[test]
+    fn queue_pairs_of_a_device_that_is_given_up_are_stopped_whatever_their_endpoints_do() {
+        let rig = rig(9, 1);
+        let transport = rig.transport(0, "a1");
+        let nic = &transport.nics()[0];
+        let opening = nic.open_device().expect("open");
+        let made = || {
+            let prepared = prepare(nic, &opening, transport.config(), &Advice::default(), 7);
+            let pairs = Arc::new(Pairs(prepared.expect("made").pairs));
+            opening.has_made(&pairs);
+            pairs
+        };
+        let states = |pairs: &Pairs| -> Vec<_> {
+            let barrier = opening.context().control().submit(|| ()).expect("room");
+            barrier.wait_timeout(LIMIT).expect("done");
+            let state = |pair: &rerail_verbs::QueuePair| pair.query().expect("known").state;
+            pairs.0.iter().map(state).collect()
+        };
+        // Those that are gone are not kept in mind.
+        for _ in 0..3 * SWEEP_MIN {
+            drop(made());
+        }
+        let listed = opening.made.lock().expect("whole").all.len();
+        assert!(listed <= 2 * SWEEP_MIN, "{listed}");
+        let pairs = made();
+        assert_eq!(states(&pairs), [QpState::Init; 2]);
+        nic.release();
+        assert_eq!(states(&pairs), [QpState::Error; 2]);
+        // An endpoint that had the device before.
+        assert_eq!(states(&made()), [QpState::Error; 2]);
+    }
 }

@@ -22,7 +22,6 @@ use super::keeper::{Command, RailKeeper};
 use super::nic::Nic;
 use super::nics::{Nics, Seat};
 use super::rail::{Peer, PeerNic, Rail, RailState, RailTable};
-use super::slice::Span;
 use super::transfer::{Transfer, TransferSpec};
 use crate::TransferError;
 use crate::machine::ids::LocalNic;
@@ -156,7 +155,7 @@ impl Router {
         let parts = unclaimed.div_ceil(slice_bytes).clamp(1, PARTS_MAX);
         let part_bytes = unclaimed.div_ceil(parts);
         let rails = peer.table();
-        let mut shares = self.usable(spec, &rails, part_bytes);
+        let mut shares = self.usable(transfer, &rails, part_bytes);
         if shares.len() < self.nics.len() {
             self.want_more(spec, false);
         }
@@ -201,12 +200,12 @@ impl Router {
 
     /// The best usable rail of each local NIC near the buffer, with nothing given to it; those of
     /// the other NICs where no near one has any.
-    fn usable<'r>(&self, spec: &TransferSpec, rails: &'r RailTable, bytes: u64) -> Vec<Share<'r>> {
+    fn usable<'r>(&self, transfer: &Transfer, rails: &'r RailTable, bytes: u64) -> Vec<Share<'r>> {
         // A rail that has not been measured yet is taken to be as good as the best that has.
         let usable = rails.iter().filter(|rail| rail.is_usable());
         let measured = usable.filter_map(|rail| rail.measured_bytes_per_s()).max();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let near = spec.local.nics();
+        let near = transfer.spec().local.nics();
         let count = self.nics.len();
         let mut best = Vec::with_capacity(count);
         for is_near in [true, false] {
@@ -218,7 +217,7 @@ impl Router {
                     continue;
                 }
                 let own = rails.of_local(local);
-                best.extend(best_of(own, local, &spec.remote, bytes, measured));
+                best.extend(best_of(own, local, transfer, bytes, measured));
             }
             if !best.is_empty() {
                 break;
@@ -441,10 +440,11 @@ struct Share<'p> {
 fn best_of<'p>(
     own: &'p [Arc<Rail>],
     local: usize,
-    remote: &Span,
+    transfer: &Transfer,
     bytes: u64,
     measured: Option<u64>,
 ) -> Option<Share<'p>> {
+    let remote = &transfer.spec().remote;
     for is_near in [true, false] {
         let usable = in_order(own, local).filter(|rail| {
             let position = rail.peer_position();
@@ -452,6 +452,7 @@ fn best_of<'p>(
             remote.nics().contains(position) == is_near
                 && rail.is_usable()
                 && remote.has_keys(position)
+                && !transfer.avoids(position)
         });
         let candidates: Vec<_> = usable.map(|rail| candidate(rail, measured)).collect();
         let find = |id| own.iter().find(|rail| rail.id() == id);

@@ -3,6 +3,7 @@
 //! A slice never crosses the seam of two registered regions, at either end: a large buffer may
 //! consist of several, each with keys of its own (report R12).
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -71,12 +72,48 @@ impl Piece {
         let keys = Keys::new(keys.into_iter().map(Some));
         Self { addr, length, keys }
     }
+
+    /// Takes in what a later record of the owner says: of regions that were there `before`, the
+    /// keys are changed in place, so that transfers which wait for a way use the new ones. A NIC
+    /// without a key keeps the one that it had: nothing is posted to it before it has another.
+    pub fn carry_over(before: &[Self], now: &mut [Self]) {
+        let place = |piece: &Self| (piece.addr, piece.length);
+        let known: HashMap<_, _> = before.iter().map(|piece| (place(piece), piece)).collect();
+        for piece in now {
+            let Some(earlier) = known.get(&place(piece)) else {
+                continue;
+            };
+            for (nic, key) in piece.keys.iter().enumerate() {
+                if key.is_some() {
+                    earlier.keys.set(nic, key);
+                }
+            }
+            if earlier.keys.0.len() >= piece.keys.0.len() {
+                piece.keys = Arc::clone(&earlier.keys);
+            }
+        }
+    }
 }
 
-/// Keys of a region, one per NIC of its owner. A NIC whose device is dead has none, until it is
-/// open again and the memory registered with it anew: transfers that are under way find that one.
+/// Keys of a region, one per NIC of its owner. They change while transfers are under way: a NIC
+/// whose device died gets another key when it is open again and the memory registered with it anew.
+/// At the near end there is none in between.
 #[derive(Debug)]
 pub struct Keys(Box<[AtomicU64]>);
+
+/// A key that a work request was refused for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RefusedKey {
+    /// First byte of what was refused, counted from the request's start.
+    pub offset: u64,
+    /// Position of the owner's NIC.
+    pub nic: u32,
+    /// The key.
+    pub key: u32,
+}
+
+/// There is room for a multiple of so many NICs of a peer.
+const PEER_NICS: usize = 8;
 
 /// Stands for no key: keys have 32 bits.
 const NO_KEY: u64 = u64::MAX;
@@ -92,6 +129,12 @@ impl Keys {
     /// Keys by NIC, with room for those of NICs that are added later: `count` in all.
     pub(super) fn with_room(count: usize) -> Arc<Self> {
         Self::new((0..count).map(|_| None))
+    }
+
+    /// Keys by NIC of a peer, with room for some NICs that it may add.
+    pub fn of_peer(keys: impl ExactSizeIterator<Item = Option<u32>>) -> Arc<Self> {
+        let count = keys.len().next_multiple_of(PEER_NICS);
+        Self::new(keys.chain(std::iter::repeat(None)).take(count))
     }
 
     /// The key for a NIC.
@@ -178,6 +221,11 @@ impl Span {
         pieces.all(|piece| piece.keys.get(nic).is_some())
     }
 
+    /// The key for the owner's NIC at a position, at `offset`.
+    pub fn key(&self, offset: u64, nic: u32) -> Option<u32> {
+        self.at(offset)?.2.get(nic as usize)
+    }
+
     /// Address of the byte at `offset`, bytes from there to the seam, and the region's keys.
     pub fn at(&self, offset: u64) -> Option<(u64, u64, &Arc<Keys>)> {
         let addr = self.addr.checked_add(offset)?;
@@ -205,6 +253,30 @@ mod tests {
             length,
             keys: Keys::new([Some(key)]),
         }
+    }
+
+    #[test]
+    fn keys_of_a_later_record_are_found_by_those_who_have_the_earlier_one() {
+        let of = |addr, keys: &[Option<u32>]| Piece {
+            addr,
+            length: 100,
+            keys: Keys::of_peer(keys.iter().copied()),
+        };
+        let before = [of(100, &[Some(1), Some(2)]), of(200, &[Some(3), Some(4)])];
+        let span = Span::new(150, 100, before.clone()).expect("covered");
+        // The second NIC is away, a third has come, and the second region is another one.
+        let mut now = [of(100, &[Some(11), None, Some(12)]), of(300, &[Some(5)])];
+        Piece::carry_over(&before, &mut now);
+        let keys = |offset| [0, 1, 2].map(|nic| span.key(offset, nic));
+        assert_eq!(keys(0), [Some(11), Some(2), Some(12)]);
+        assert_eq!(
+            keys(99),
+            [Some(3), Some(4), None],
+            "nobody says so any more"
+        );
+        let mut later = [of(100, &[Some(21), Some(22), None])];
+        Piece::carry_over(&now, &mut later);
+        assert_eq!(keys(0), [Some(21), Some(22), Some(12)]);
     }
 
     #[test]

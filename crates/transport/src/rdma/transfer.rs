@@ -8,16 +8,15 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crossbeam::queue::SegQueue;
 use rerail_verbs::RdmaOpcode;
 
-use super::rail::Peer;
-use super::slice::{Slice, Slicing, Span};
+use super::rail::{Peer, Rail};
+use super::slice::{RefusedKey, Slice, Slicing, Span};
 use crate::error::TransferError;
 use crate::machine::Time;
 use crate::machine::ids::LocalNic;
@@ -67,6 +66,10 @@ pub struct Transfer {
     /// The local NICs that have it in their queues, a bit each.
     offered: AtomicU64,
     error: OnceLock<TransferError>,
+    /// Keys of the far end that were refused, one a NIC of it.
+    refused: Mutex<Vec<RefusedKey>>,
+    /// There are some.
+    was_refused: AtomicBool,
     /// Takes precedence over `error`: its memory must not be used again.
     unfenced: OnceLock<TransferError>,
     on_finished: Arc<dyn OnFinished>,
@@ -88,6 +91,8 @@ impl Transfer {
             retried_slices: AtomicU64::new(0),
             offered: AtomicU64::new(0),
             error: OnceLock::new(),
+            refused: Mutex::default(),
+            was_refused: AtomicBool::new(false),
             unfenced: OnceLock::new(),
             on_finished,
             #[cfg(test)]
@@ -117,6 +122,43 @@ impl Transfer {
     /// Why it failed, or is about to: set once, before it is finished.
     pub fn error(&self) -> Option<&TransferError> {
         self.unfenced.get().or(self.error.get())
+    }
+
+    /// The keys of the far end that were refused, each of another NIC; the last was refused last.
+    pub fn refused_keys(&self) -> Vec<RefusedKey> {
+        self.refused().clone()
+    }
+
+    /// A key of the far end that is in force was refused. False if the key may be at fault and not
+    /// the request: only one NIC has refused it, and there are others that lead to the same bytes.
+    pub(super) fn is_refused(&self, key: RefusedKey) -> bool {
+        let mut refused = self.refused();
+        refused.retain(|known| known.nic != key.nic);
+        let others = refused.iter().any(|known| self.is_in_force(known));
+        refused.push(key);
+        drop(refused);
+        self.was_refused.store(true, Ordering::Release);
+        let rails = self.spec.peer.table();
+        let leads_on = |rail: &Arc<Rail>| {
+            let nic = rail.peer_position();
+            nic != key.nic as usize && rail.is_usable() && self.spec.remote.has_keys(nic)
+        };
+        others || !rails.iter().any(leads_on)
+    }
+
+    /// Whether the peer's NIC at a position has refused the key that is known of it.
+    pub(super) fn avoids(&self, nic: usize) -> bool {
+        let is_of = |known: &RefusedKey| known.nic as usize == nic && self.is_in_force(known);
+        self.was_refused.load(Ordering::Acquire) && self.refused().iter().any(is_of)
+    }
+
+    fn is_in_force(&self, known: &RefusedKey) -> bool {
+        self.spec.remote.key(known.offset, known.nic) == Some(known.key)
+    }
+
+    fn refused(&self) -> MutexGuard<'_, Vec<RefusedKey>> {
+        // A list of numbers is whole whatever panicked.
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True once every byte has ended and every fence is through.

@@ -216,7 +216,9 @@ impl EndpointTask {
                     let toward = self.machine.peer_gid();
                     self.paths().chosen(&self.way(), toward, row.gid);
                 }
-                self.pairs = Some(Arc::new(Pairs(pairs)));
+                let pairs = Arc::new(Pairs(pairs));
+                self.opening.has_made(&pairs);
+                self.pairs = Some(pairs);
                 self.rows = rows;
                 self.local = Some(local.clone());
                 self.machine.handle(now, Input::Prepared(Ok(local)));
@@ -474,7 +476,9 @@ impl EndpointTask {
 
     fn raised(&mut self, now: Time, raised: Raised) {
         let way = self.way();
-        for gid in &raised.refused {
+        // Queue pairs that were stopped meanwhile go nowhere, whatever the way is.
+        let refused = raised.refused.iter();
+        for gid in refused.filter(|_| self.machine.close_cause().is_none()) {
             self.paths().refused(now, &way, *gid);
         }
         let outcome = raised.outcome.map(|gid| {

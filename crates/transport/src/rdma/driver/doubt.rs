@@ -15,7 +15,7 @@ use rerail_verbs::{RdmaOpcode, RemoteAddress, WorkRequest};
 
 use super::Driver;
 use crate::machine::Time;
-use crate::rdma::link::{Cargo, Flight};
+use crate::rdma::link::{Cargo, Flight, WorkKeys};
 use crate::rdma::slice::Slice;
 use crate::rdma::transfer::Transfer;
 
@@ -56,6 +56,7 @@ impl Driver {
                 lane,
                 link,
                 queue: flight.queue,
+                keys: WorkKeys::default(),
             };
             self.prove(proof, &transfer, slice, now);
         }

@@ -11,7 +11,7 @@ use crate::machine::Time;
 use crate::machine::ids::RailId;
 use crate::machine::verdict::{Verdict, verdict};
 use crate::rdma::inbox::{Probe, Report};
-use crate::rdma::link::{Cargo, Flight, LaneProbe};
+use crate::rdma::link::{Cargo, Flight, LaneProbe, WorkKeys};
 
 impl Driver {
     /// Keeps a probe until it can be posted. A later one replaces it: the machine has given the
@@ -54,6 +54,7 @@ impl Driver {
                 lane: index,
                 link: key,
                 queue,
+                keys: WorkKeys::default(),
             };
             let Ok(wr_id) = self.flights.insert(flight) else {
                 break;

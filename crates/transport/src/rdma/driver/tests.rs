@@ -25,6 +25,8 @@ use crate::rdma::rig::Finish;
 use crate::rdma::slice::{Piece, Slicing, Span};
 use crate::rdma::transfer::TransferSpec;
 
+mod keys;
+
 const MEMORY: usize = 1 << 20;
 const SLICE: u32 = 4 << 10;
 

@@ -10,6 +10,7 @@ use super::node::{Known, REGION, life_of, matrix, name, number, subscriber};
 use super::plan::Exclusive;
 use super::store::{Errand, member};
 use super::visitors::is_visitor;
+use super::work;
 use super::world::{Coming, Exchange, Host, WIRE, World};
 use crate::TransferError;
 use crate::machine::ids::{LocalNic, PeerId};
@@ -19,6 +20,7 @@ use crate::machine::publisher::{self, Edit, StoreRequest};
 use crate::machine::rail::{LocalGate, NoPath, RailState};
 use crate::machine::{Machine, drive};
 use crate::rdma::rail::{Peer, PeerNic, PeerSpec};
+use crate::rdma::slice::Piece;
 use crate::rdma::watch;
 use rand::Rng as _;
 use rerail_metadata::descriptor::{Device, SegmentDescriptor};
@@ -588,7 +590,11 @@ impl World {
         };
         let nics_of_it = nics_of(of, &record);
         let count = nics_of_it.len();
+        let mut offered = work::offered(&record);
         if let Some(known) = node.known.get_mut(&peer) {
+            // As `engine::peers`.
+            Piece::carry_over(&known.offered, &mut offered);
+            known.offered = offered;
             // Those that are new are down until the record says otherwise, just below.
             let down: Vec<_> = (known.nics as u32..count as u32).collect();
             known.nics = count;
@@ -613,6 +619,7 @@ impl World {
                 life,
                 peer: made,
                 nics: count,
+                offered,
             };
             node.known.insert(peer, known);
         }

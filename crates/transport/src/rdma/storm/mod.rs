@@ -10,10 +10,12 @@
 //! the younger keeps its record. Of each post of a data thread: the gates of NIC and endpoint are
 //! open, the peer's instance is not retired, and the row of the GID table that its queue pair sends
 //! with was there when the table was last read, unless it was connected since. (That the row goes
-//! in this instant nobody can know yet.) When a peer turns out to be restarted, transfers of which
-//! nothing is under way end within a second, and say so. *Liveness*: faults off, records equal what
-//! the fabric says ([`reality`]), rails are up, all pairs transfer, no memory is quarantined, and
-//! nothing is left over.
+//! in this instant nobody can know yet.) A transfer is refused for its keys only if they were made
+//! wrong, or the record at hand was late ([`blame`]). When a peer turns out to be restarted,
+//! transfers of which nothing is under way end within a second, and say so.
+//!
+//! *Liveness*: faults off, records equal what the fabric says ([`reality`]), rails are up, all
+//! pairs transfer, no memory is quarantined, and nothing is left over.
 //!
 //! `cargo xtask sim --seeds N --seed S` runs it at length. The same seed gives the same trace, byte
 //! for byte. A seed that fails is printed, kept in `target/sim/`, and shortened ([`failure`]): each
@@ -31,6 +33,7 @@
 
 mod actions;
 mod arrivals;
+mod blame;
 mod checks;
 mod coverage;
 mod failure;

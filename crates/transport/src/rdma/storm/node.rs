@@ -39,7 +39,7 @@ use crate::rdma::opening::Opening;
 use crate::rdma::outside::{Outside, Tasks};
 use crate::rdma::rail::Peer;
 use crate::rdma::router::Router;
-use crate::rdma::slice::Slicing;
+use crate::rdma::slice::{Piece, Slicing};
 use crate::rdma::transfer::Transfer;
 use crate::rdma::tries::AllTries;
 use crate::rdma::watch::{Finder, LOOK_EVERY, Parts};
@@ -179,6 +179,8 @@ pub(super) struct Known {
     pub(super) peer: Arc<Peer>,
     /// NICs in its record.
     pub(super) nics: usize,
+    /// What its record offers.
+    pub(super) offered: Vec<Piece>,
 }
 
 /// A transfer that is not reported.

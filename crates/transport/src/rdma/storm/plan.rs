@@ -241,6 +241,7 @@ impl World {
                 let status = *statuses.choose(&mut rng).expect("one");
                 let guard = self.judge_first(1, id, WorkVerdict::Fail(status, 0));
                 self.guard(span, guard);
+                self.blame.failed(host, status);
                 Fault::FailedWork
             }
             16 => {
@@ -394,6 +395,7 @@ impl World {
                     self.edit(host, edit);
                 }
                 self.settle(host);
+                self.blame.registered_anew(host);
                 Fault::RegisteredAnew
             }
             37 => {
@@ -493,14 +495,17 @@ impl World {
             }
             28 => {
                 let kinds = [
-                    AsyncEventKind::SmChange,
-                    AsyncEventKind::GidChange,
-                    AsyncEventKind::ClientReregister,
-                    AsyncEventKind::Other(77),
-                    AsyncEventKind::PortErr,
+                    (AsyncEventKind::SmChange, Some(1)),
+                    (AsyncEventKind::GidChange, Some(1)),
+                    (AsyncEventKind::ClientReregister, Some(1)),
+                    (AsyncEventKind::Other(77), Some(1)),
+                    (AsyncEventKind::PortErr, Some(1)),
+                    // The device is given up, and works on.
+                    (AsyncEventKind::DeviceFatal, None),
+                    (AsyncEventKind::CqErr, None),
                 ];
-                let kind = *kinds.choose(&mut rng).expect("one");
-                self.fabric.raise_event(id, kind, Some(1));
+                let (kind, port) = *kinds.choose(&mut rng).expect("one");
+                self.fabric.raise_event(id, kind, port);
                 Fault::EventWithoutACause
             }
             _ => {

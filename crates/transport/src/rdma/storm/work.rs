@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rand::Rng as _;
 use rand::rngs::SmallRng;
-use rerail_metadata::descriptor::SegmentDescriptor;
+use rerail_metadata::descriptor::{Buffer, SegmentDescriptor};
 use rerail_verbs::RdmaOpcode;
 
 use super::coverage::Luck;
@@ -19,15 +19,29 @@ use crate::machine::Machine;
 use crate::machine::ids::PeerId;
 use crate::machine::peers::{self, Trouble};
 use crate::machine::seen::Named;
-use crate::rdma::slice::{Piece, Span};
+use crate::rdma::slice::{Keys, Piece, RefusedKey, Span};
 use crate::rdma::transfer::{Transfer, TransferSpec};
 
+/// The memory that a record offers: all of a node's is one buffer.
+pub(super) fn offered(record: &SegmentDescriptor) -> Vec<Piece> {
+    let buffers = record.buffers.iter().take(1);
+    let piece = |buffer: &Buffer| Piece {
+        addr: buffer.addr,
+        length: buffer.length,
+        keys: Keys::of_peer(
+            buffer
+                .rkey
+                .iter()
+                .map(|key| Some(*key).filter(|key| *key != 0)),
+        ),
+    };
+    buffers.map(piece).collect()
+}
+
 /// The far end of a transfer, with the keys of the peer's record.
-fn remote(record: &SegmentDescriptor, flight: &Flight) -> Option<Span> {
-    let buffer = record.buffers.first()?;
-    let addr = buffer.addr + (flight.remote_slot * SLOT_BYTES) as u64;
-    let piece = Piece::new(buffer.addr, buffer.length, buffer.rkey.iter().copied());
-    Span::new(addr, flight.bytes as u64, [piece])
+fn remote(offered: &[Piece], flight: &Flight) -> Option<Span> {
+    let addr = offered.first()?.addr + (flight.remote_slot * SLOT_BYTES) as u64;
+    Span::new(addr, flight.bytes as u64, offered.iter().cloned())
 }
 
 impl World {
@@ -101,12 +115,14 @@ impl World {
             return false;
         };
         let spec = job.transfer.spec();
-        let record = node.known.get(&job.peer).and_then(|known| {
-            let record = node.peers.descriptor(&name(known.life.0))?;
-            remote(record, &job.flight)
-        });
-        let Some(remote) = record.filter(|found| *found != spec.remote && now < spec.cut_off)
-        else {
+        let known = node.known.get(&job.peer);
+        let found = known.and_then(|known| remote(&known.offered, &job.flight));
+        let refused = job.transfer.refused_keys();
+        let is_newer = |found: &Span| {
+            let mut refused = refused.iter();
+            refused.any(|refused| found.key(refused.offset, refused.nic) != Some(refused.key))
+        };
+        let Some(remote) = found.filter(|found| is_newer(found) && now < spec.cut_off) else {
             return false;
         };
         (job.reposted, job.asks) = (true, false);
@@ -119,6 +135,27 @@ impl World {
         node.router.route(Arc::clone(&job.transfer));
         self.coverage.count("transfer", &Luck::Reposted);
         true
+    }
+
+    /// Whether the keys that were refused were those of the record at hand, and that was late.
+    fn had_late_record(&mut self, host: usize, job: &Job) -> bool {
+        let node = self.node(host);
+        let known = node.and_then(|node| node.known.get(&job.peer));
+        let offered = known.and_then(|known| remote(&known.offered, &job.flight));
+        // Of one that is gone nobody has heard the last keys.
+        let Some(peer) = self.living(job.flight.to) else {
+            return true;
+        };
+        let present = peer.registered.keys();
+        let is_late = |refused: &RefusedKey| {
+            let key = |span: &Span| span.key(refused.offset, refused.nic);
+            let present = present[0].rkeys.get(refused.nic as usize);
+            let is_of_record = offered.as_ref().and_then(key) == Some(refused.key);
+            key(&job.transfer.spec().remote) != Some(refused.key)
+                || is_of_record && present != Some(&refused.key)
+        };
+        let mut refused = job.transfer.refused_keys().into_iter();
+        refused.any(|refused| is_late(&refused))
     }
 
     pub(super) fn report(&mut self, host: usize, id: TransferId, error: Option<TransferError>) {
@@ -134,6 +171,11 @@ impl World {
                 is_restarted,
                 "{id:?}: its peer was restarted, and {error:?}"
             );
+        }
+        if let Some(error) = &error
+            && !self.had_late_record(host, &job)
+        {
+            self.blame.check(host, job.flight.to.0, error);
         }
         let is_fenced = !matches!(error, Some(TransferError::Unfenced { .. }));
         let how = error.as_ref().map_or(Luck::Success.name(), Named::name);
@@ -209,8 +251,7 @@ impl World {
         let Some(node) = self.node(from) else {
             return false;
         };
-        let (Some(known), Some(record)) = (node.known.get(&peer), node.peers.descriptor(&name(to)))
-        else {
+        let Some(known) = node.known.get(&peer) else {
             return false;
         };
         let local = node.memory.addr() + (flight.local_slot * SLOT_BYTES) as u64;
@@ -219,7 +260,7 @@ impl World {
             peer: Arc::clone(&known.peer),
             opcode,
             local: Span::new(local, bytes as u64, node.registered.pieces()).expect("registered"),
-            remote: remote(record, &flight).expect("its memory is all one buffer"),
+            remote: remote(&known.offered, &flight).expect("its memory is all one buffer"),
             length: bytes as u64,
             slicing: config.slicing,
             cut_off: config.limits.cut_off_at(now, deadline),

@@ -9,6 +9,7 @@ use rerail_verbs::Gid;
 use rerail_verbs::sim::{Fabric, FabricOptions, FaultGuard, NicId, NicOptions, NodeId, VerbTime};
 use tokio::sync::oneshot;
 
+use super::blame::Blame;
 use super::coverage::Coverage;
 use super::failure::Cut;
 use super::ledger::{Ledger, Life, TransferId};
@@ -143,6 +144,7 @@ pub(super) struct World {
     pub(super) hosts: Vec<Host>,
     pub(super) store: Store,
     pub(super) ledger: Ledger,
+    pub(super) blame: Blame,
     pub(super) coverage: Coverage,
     /// NICs of each host.
     pub(super) nics_at_start: usize,
@@ -253,6 +255,7 @@ impl World {
             hosts: Vec::new(),
             store: Store::default(),
             ledger: Ledger::default(),
+            blame: Blame::default(),
             coverage: Coverage::default(),
             nics_at_start: nics.into(),
             muted: BTreeSet::new(),
