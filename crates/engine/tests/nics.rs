@@ -5,8 +5,8 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Pair, Rig, Running, address, generation, published, until};
-use rerail_engine::{Engine, Event, MemoryOptions};
+use common::{LIMIT, Pair, Rig, Running, address, generation, published, until};
+use rerail_engine::{Engine, Event, MemoryOptions, Request};
 use rerail_metadata::descriptor::JsonForm;
 use rerail_verbs::{AsyncEventKind, Gid, HostMemory};
 
@@ -145,6 +145,37 @@ fn a_device_that_dies_is_opened_again_with_all_memory_registered() {
         assert!(buffer.rkey.iter().all(|key| *key != 0), "{buffer:?}");
     }
     pair.own.unregister(late.addr()).expect("nothing uses it");
+}
+
+#[test]
+fn transfers_that_wait_while_the_peers_device_is_opened_again_go_by_its_new_keys() {
+    let rig = Rig::new(8, 1);
+    let pair = Pair::new(&rig);
+    pair.write_until("the rail is up", || pair.is_up(0));
+    let keys = || {
+        let record = pair.peer.descriptor();
+        let buffers = record.buffers.iter();
+        buffers
+            .map(|buffer| buffer.rkey.clone())
+            .collect::<Vec<_>>()
+    };
+    let nic = rig.hosts[1].nics[0];
+    let refused =
+        |event: &Event| matches!(event, Event::Rail { cause, .. } if cause.contains("REM_ACCESS"));
+    // Refused twice, each of them would have failed.
+    for _ in 0..3 {
+        let before = keys();
+        rig.fabric.kill_device(nic);
+        until("it is withdrawn", || published(&pair.peer).is_empty());
+        let (from, to) = (pair.source.addr(), pair.target.addr());
+        let write = Request::write(&pair.segment, from, to, 4096);
+        let batch = pair.own.allocate_batch(4);
+        batch.submit(&vec![write; 4]).expect("submitted");
+        rig.fabric.reset_device(nic);
+        batch.wait(LIMIT).expect("nothing fails");
+        assert_ne!(keys(), before, "it has other keys");
+    }
+    assert_eq!(pair.own_log.count(refused), 0, "nobody used an old key");
 }
 
 #[test]
