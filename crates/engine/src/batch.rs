@@ -386,10 +386,11 @@ impl Entry {
 impl OnFinished for Task {
     fn finished(&self, transfer: &Transfer) {
         let refused = matches!(transfer.error(), Some(TransferError::RemoteAccess { .. }));
+        // Once; and as often as the peer's record has other keys.
+        let again =
+            refused && (transfer.is_outdated() || !self.reposted.swap(true, Ordering::AcqRel));
         match self.batch.upgrade() {
-            Some(batch) if refused && !self.reposted.swap(true, Ordering::AcqRel) => {
-                repost::begin(batch, self.index);
-            }
+            Some(batch) if again => repost::begin(batch, self.index),
             batch => self.end(batch.as_deref(), transfer.error().is_some()),
         }
     }

@@ -207,15 +207,21 @@ mod tests {
         let healthy_first = descriptor(&["b", "a"], &[(0x1000, 0x1000, &[21, 11])]);
         segment.life().take(healthy_first, &[]);
         assert_eq!(keys(), ([11, 21], 1));
+        assert!(waiting.is_superseded(), "requests have to begin again");
+        // One device was opened again.
+        let (waiting, _) = segment.span(0x1000, 16).expect("offered");
+        let reopened = descriptor(&["a", "b"], &[(0x1000, 0x1000, &[11, 22])]);
+        segment.life().take(reopened, &[]);
+        assert_eq!(keys(), ([11, 22], 2));
         let keys_of_waiting = [0, 1].map(|nic| waiting.key(0, nic));
-        assert_eq!(keys_of_waiting, [Some(11), Some(21)], "requests follow it");
+        assert_eq!(keys_of_waiting, [Some(11), Some(22)], "requests follow it");
         // A record that lacks a NIC says nothing of keys for it.
         let other = descriptor(&["b"], &[(0x1000, 0x1000, &[99])]);
         segment.life().take(other, &[]);
-        assert_eq!(keys(), ([11, 21], 1));
+        assert_eq!(keys(), ([11, 22], 2));
         // Memory that is gone is asked for as it was: the peer refuses it.
         segment.life().take(descriptor(&["a", "b"], &[]), &[]);
-        assert_eq!(keys(), ([11, 21], 0));
+        assert_eq!(keys(), ([10, 20], 0));
         assert!(segment.present_span(0x1000, 16).is_none());
     }
 

@@ -1,8 +1,10 @@
 //! The second chance of a request that the peer refused: it may have registered its memory anew,
 //! so that our keys are of yesterday (report M04).
 //!
-//! Once only, towards the same process only, and only if the peer's record still covers the bytes.
-//! The whole request is posted again: writing or reading the same bytes twice changes nothing.
+//! Once only, and without a refusal each time that the record has other keys; towards the same
+//! process only, and only if the peer's record still covers the bytes. The whole request is posted
+//! again, since what has moved may be in other memory: writing or reading the same bytes twice
+//! changes nothing.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,6 +26,7 @@ pub(super) fn begin(batch: Arc<Shared>, index: usize) {
         batch,
         index,
         reposted: false,
+        is_late: false,
     };
     if let Some(runtime) = runtime {
         runtime.spawn(pending.run());
@@ -35,6 +38,8 @@ struct Pending {
     batch: Arc<Shared>,
     index: usize,
     reposted: bool,
+    /// It could have been posted again, had there been time.
+    is_late: bool,
 }
 
 /// What the first attempt went by.
@@ -44,17 +49,22 @@ struct First {
     revision: u64,
     /// The keys that were refused; none over TCP.
     refused: Vec<RefusedKey>,
+    /// Nothing was refused: the record has other keys.
+    outdated: bool,
 }
 
 impl First {
-    /// Whether what is offered differs from what was refused. Over TCP there are no keys: a newer
-    /// record says that something has changed.
-    fn differs_from(&self, (span, revision): &(Span, u64)) -> bool {
-        if self.refused.is_empty() {
-            return *revision > self.revision;
-        }
+    /// Whether what is offered has other keys than those that it failed for.
+    fn has_other_keys(&self, (span, _): &(Span, u64)) -> bool {
         let mut refused = self.refused.iter();
-        refused.any(|refused| span.key(refused.offset, refused.nic) != Some(refused.key))
+        let differs =
+            refused.any(|refused| span.key(refused.offset, refused.nic) != Some(refused.key));
+        differs || self.outdated && !span.is_superseded()
+    }
+
+    /// Whether there is a later record than it went by.
+    fn has_later_record(&self, (_, revision): &(Span, u64)) -> bool {
+        *revision > self.revision
     }
 }
 
@@ -68,8 +78,7 @@ impl Pending {
         let (addr, length) = (first.spec.remote.addr(), first.spec.length);
         let present = || segment.present_span(addr, length);
         // Other keys have come meanwhile, over a subscription for example.
-        let known = present().filter(|_| !first.refused.is_empty());
-        let mut newer = known.filter(|found| first.differs_from(found));
+        let mut newer = present().filter(|found| first.has_other_keys(found));
         if newer.is_none() {
             let life = segment.life();
             let asked = life.refreshes();
@@ -78,12 +87,17 @@ impl Pending {
             let limit = clock.instant(first.spec.cut_off).into();
             // Whatever comes of it, the record at hand decides.
             let _ = tokio::time::timeout_at(limit, life.news.wait_async(holds)).await;
-            newer = present().filter(|found| first.differs_from(found));
+            // It need not be the key that was wrong: a NIC that refuses may be withdrawn by now.
+            newer = present()
+                .filter(|found| first.has_other_keys(found) || first.has_later_record(found));
         }
-        if let Some((remote, revision)) = newer
-            && clock.now() < first.spec.cut_off
-        {
+        let Some((remote, revision)) = newer else {
+            return;
+        };
+        if clock.now() < first.spec.cut_off {
             self.reposted = self.repost(first, remote, revision);
+        } else {
+            self.is_late = true;
         }
     }
 
@@ -95,6 +109,7 @@ impl Pending {
             spec: entry.transfer.spec().clone(),
             revision: entry.revision,
             refused: entry.transfer.refused_keys(),
+            outdated: entry.transfer.is_outdated(),
         })
     }
 
@@ -134,7 +149,8 @@ impl Drop for Pending {
         entry.ended = if self.batch.cancelled.load(Ordering::Acquire) {
             Some(TransferError::Canceled)
         } else {
-            entry.segment.life().failure()
+            let late = self.is_late.then(|| entry.transfer.time_is_over());
+            entry.segment.life().failure().or(late)
         };
         let task: Arc<Task> = Arc::clone(&entry.task);
         drop(entries);

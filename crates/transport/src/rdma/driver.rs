@@ -1,8 +1,9 @@
 //! One NIC's part of a data thread: takes work, posts slices, polls completions.
 //!
-//! [`Driver::step`] is the loop's body. Once warm it takes no lock, allocates nothing and makes no
-//! system call but the doorbell. What it cannot decide by itself (connecting, moving queue pairs,
-//! where stranded work goes) it reports to the control side, and it goes on with the rest.
+//! [`Driver::step`] is the loop's body. Once warm it takes no lock (but for transfers of which a
+//! part was refused), allocates nothing and makes no system call but the doorbell. What it cannot
+//! decide by itself (connecting, moving queue pairs, where stranded work goes) it reports to the
+//! control side, and it goes on with the rest.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -18,15 +19,16 @@ use super::inbox::{EndpointKey, Inbox, Order, Report};
 use super::link::{Cargo, Flight, Lane, Link, WorkKeys};
 use super::nic::Nic;
 use super::slab::Slab;
-use super::slice::{RefusedKey, Slice};
+use super::slice::Slice;
 use super::transfer::Transfer;
 use crate::TransferError;
 use crate::machine::Time;
 use crate::machine::ids::PeerId;
-use crate::machine::verdict::{RequestFault, Verdict, verdict};
+use crate::machine::verdict::{Verdict, verdict};
 
 mod check;
 mod doubt;
+mod mistake;
 mod openings;
 mod probe;
 mod settle;
@@ -399,16 +401,8 @@ impl Driver {
         let mut cause = CloseCause::Failed { status, bytes };
         match flight.cargo {
             Cargo::Slice(transfer, slice) => {
-                let rail = &self.lanes[flight.lane].rail;
-                let own = self.nic.index().0;
-                if is_at_fault(
-                    &transfer,
-                    slice,
-                    (own, rail.id().peer.nic),
-                    flight.keys,
-                    status,
-                ) {
-                    let error = request_error(&transfer, slice, rail, status);
+                let posted = (flight.lane, key, flight.keys);
+                if let Some(error) = self.mistake(&transfer, slice, posted, status) {
                     let reason = error.to_string();
                     cause = CloseCause::BadRequest { status, reason };
                     transfer.fail(error);
@@ -500,6 +494,10 @@ impl Driver {
                 }
                 continue;
             }
+            if transfer.fail_if_outdated() {
+                transfer.unclaim(slice);
+                continue;
+            }
             let peer_nic = lane.rail.id().peer.nic;
             let Some(mut request) = work_request(&transfer, slice, self.nic.index().0, peer_nic)
             else {
@@ -516,7 +514,7 @@ impl Driver {
                 lane: lane_index,
                 link: key,
                 queue,
-                keys: keys_of(&request),
+                keys: WorkKeys::of(&request),
             };
             match self.flights.insert(flight) {
                 Ok(wr_id) => {
@@ -638,67 +636,4 @@ fn work_request(
         RdmaOpcode::Read => WorkRequest::read(0, local, remote),
         _ => WorkRequest::write(0, local, remote),
     })
-}
-
-/// The keys in a request of a slice.
-fn keys_of(request: &WorkRequest) -> WorkKeys {
-    WorkKeys {
-        local: request.sges().first().map_or(0, |sge| sge.lkey),
-        remote: request.remote.rkey,
-    }
-}
-
-/// Whether work that came back with `status` is itself at fault: its key was refused, and is the
-/// one in force still. One that was replaced meanwhile, since its device died or its owner
-/// registered the memory anew, is nobody's mistake; nor is one that a single NIC of the peer
-/// refuses, whose device may have died before its record says so, as long as another one leads to
-/// the same bytes.
-fn is_at_fault(
-    transfer: &Transfer,
-    slice: Slice,
-    (local_nic, peer_nic): (u32, u32),
-    posted: WorkKeys,
-    status: WcStatus,
-) -> bool {
-    let spec = transfer.spec();
-    match verdict(status) {
-        Verdict::Request(RequestFault::LocalKey) => {
-            spec.local.key(slice.offset, local_nic) == Some(posted.local)
-        }
-        Verdict::Request(RequestFault::RemoteKey) => {
-            let key = RefusedKey {
-                offset: slice.offset,
-                nic: peer_nic,
-                key: posted.remote,
-            };
-            spec.remote.key(slice.offset, peer_nic) == Some(posted.remote)
-                && transfer.is_refused(key)
-        }
-        _ => false,
-    }
-}
-
-/// The error of a request that is itself at fault.
-fn request_error(
-    transfer: &Transfer,
-    slice: Slice,
-    rail: &super::rail::Rail,
-    status: WcStatus,
-) -> TransferError {
-    let spec = transfer.spec();
-    if status == WcStatus::RemAccessErr {
-        TransferError::RemoteAccess {
-            peer: rail.segment().to_owned(),
-            rail: rail.to_string(),
-            addr: spec.remote.addr() + slice.offset,
-            length: slice.length,
-        }
-    } else {
-        TransferError::Refused {
-            rail: rail.to_string(),
-            addr: spec.local.addr() + slice.offset,
-            length: slice.length,
-            cause: status.to_string(),
-        }
-    }
 }

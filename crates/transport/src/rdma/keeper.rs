@@ -689,7 +689,9 @@ fn is_error(cause: &RailCause) -> bool {
 fn lost_input(rail: RailId, cause: &CloseCause, was_connected: bool) -> Input {
     if !was_connected {
         let fault = match cause {
-            CloseCause::Refused(_) | CloseCause::PeerClosed => ConnectFault::Refused,
+            CloseCause::Refused(_) | CloseCause::PeerClosed | CloseCause::PeerRebuilt => {
+                ConnectFault::Refused
+            }
             CloseCause::NoAnswer(_) => ConnectFault::NoAnswer,
             _ => ConnectFault::Other,
         };

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use rerail_verbs::WorkRequest;
+
 use super::inbox::{EndpointKey, Pairs, Probe, Work};
 use super::rail::Rail;
 use super::slice::Slice;
@@ -136,6 +138,16 @@ pub(super) struct Flight {
 pub(super) struct WorkKeys {
     pub(super) local: u32,
     pub(super) remote: u32,
+}
+
+impl WorkKeys {
+    /// Of a request that moves a slice.
+    pub(super) fn of(request: &WorkRequest) -> Self {
+        Self {
+            local: request.sges().first().map_or(0, |sge| sge.lkey),
+            remote: request.remote.rkey,
+        }
+    }
 }
 
 /// What a work request is for.

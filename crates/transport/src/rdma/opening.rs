@@ -28,7 +28,7 @@ const OPEN_LIMIT: Duration = Duration::from_secs(60);
 const SCRATCH_BYTES: usize = 4096;
 
 /// Queue pairs are looked through for those that are gone when so many were made.
-const SWEEP_MIN: usize = 64;
+pub(super) const SWEEP_MIN: usize = 64;
 
 /// An open device. A NIC has one at a time; one that died lives on until its last queue pair and
 /// region are gone.
@@ -136,6 +136,19 @@ impl Opening {
         }
     }
 
+    /// Queue pairs that are listed, by endpoint.
+    #[cfg(test)]
+    pub(super) fn made(&self) -> usize {
+        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        made.all.len()
+    }
+
+    /// Whether its queue pairs were moved to ERR, or are about to be.
+    pub(super) fn is_stopped(&self) -> bool {
+        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        made.stopped
+    }
+
     /// Moves all its queue pairs to ERR, ahead of whatever of it is dropped from now on. Does not
     /// wait for it.
     ///
@@ -190,46 +203,4 @@ impl Opening {
 fn register_limit(bytes: usize) -> Duration {
     let for_bytes = Duration::from_secs(bytes as u64 / PINNED_BYTES_PER_S_MIN);
     (REGISTER_MIN + for_bytes).min(REGISTER_MAX)
-}
-
-#[cfg(test)]
-mod tests {
-    use rerail_verbs::QpState;
-
-    use super::super::pairs::prepare;
-    use super::super::paths::Advice;
-    use super::super::rig::{LIMIT, rig};
-    use super::*;
-
-    #[test]
-    fn queue_pairs_of_a_device_that_is_given_up_are_stopped_whatever_their_endpoints_do() {
-        let rig = rig(9, 1);
-        let transport = rig.transport(0, "a1");
-        let nic = &transport.nics()[0];
-        let opening = nic.open_device().expect("open");
-        let made = || {
-            let prepared = prepare(nic, &opening, transport.config(), &Advice::default(), 7);
-            let pairs = Arc::new(Pairs(prepared.expect("made").pairs));
-            opening.has_made(&pairs);
-            pairs
-        };
-        let states = |pairs: &Pairs| -> Vec<_> {
-            let barrier = opening.context().control().submit(|| ()).expect("room");
-            barrier.wait_timeout(LIMIT).expect("done");
-            let state = |pair: &rerail_verbs::QueuePair| pair.query().expect("known").state;
-            pairs.0.iter().map(state).collect()
-        };
-        // Those that are gone are not kept in mind.
-        for _ in 0..3 * SWEEP_MIN {
-            drop(made());
-        }
-        let listed = opening.made.lock().expect("whole").all.len();
-        assert!(listed <= 2 * SWEEP_MIN, "{listed}");
-        let pairs = made();
-        assert_eq!(states(&pairs), [QpState::Init; 2]);
-        nic.release();
-        assert_eq!(states(&pairs), [QpState::Error; 2]);
-        // An endpoint that had the device before.
-        assert_eq!(states(&made()), [QpState::Error; 2]);
-    }
 }

@@ -279,6 +279,7 @@ impl Peer {
         if shared.memory.load().is_none()
             && now.as_nanos() >= shared.memory_refused_until.load(Ordering::Relaxed)
             && let Some((addr, length, rkeys)) = remote.at(0)
+            && !rkeys.is_superseded()
         {
             shared.memory.store(Some(Arc::new(ProbedMemory {
                 addr,
@@ -571,7 +572,12 @@ impl Rail {
     /// at once. Mostly the peer is about to connect it itself; two processes of one name each do,
     /// and for ever.
     pub(super) fn follows_rebuilding(&self) -> bool {
-        self.rebuilt.fetch_add(1, Ordering::Relaxed) < REBUILT_MAX
+        let follows = self.rebuilt.fetch_add(1, Ordering::Relaxed) < REBUILT_MAX;
+        if !follows {
+            // From the next time on that it is tried.
+            self.rebuilt.store(0, Ordering::Relaxed);
+        }
+        follows
     }
 
     /// Whether long packets have got through on its connection.
@@ -589,8 +595,12 @@ impl Rail {
 
     /// Memory of the peer that a probe of at most `length` bytes may read, and how much of it.
     pub(super) fn probed_memory(&self, length: u32) -> Option<(RemoteAddress, u32)> {
-        let memory = self.peer.memory.load();
-        let memory = memory.as_ref()?;
+        let memory = self.peer.memory.load_full()?;
+        if memory.rkeys.is_superseded() {
+            // Whoever moves something next knows the keys of now.
+            self.peer.memory.store(None);
+            return None;
+        }
         let rkey = memory.rkeys.get(self.peer_position())?;
         let length = u64::from(length).min(memory.length) as u32;
         let addr = memory.addr;

@@ -136,7 +136,7 @@ impl Router {
         if spec.peer.table().is_empty() {
             return no_path(&transfer, "it has no RDMA device");
         }
-        if fail_if_over(&transfer) || self.offer(&transfer) {
+        if fail_if_over(&transfer) || transfer.fail_if_outdated() || self.offer(&transfer) {
             return;
         }
         if let Some(reason) = self.keeper.no_path(&spec.peer) {
@@ -406,7 +406,7 @@ impl Router {
             if transfer.check_cut_off(now) || !transfer.has_work() || fail_if_over(&transfer) {
                 continue;
             }
-            if self.offer(&transfer) {
+            if transfer.fail_if_outdated() || self.offer(&transfer) || transfer.fail_if_refused() {
                 continue;
             }
             let peer = &transfer.spec().peer;

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::near::NicSet;
 
@@ -73,9 +73,14 @@ impl Piece {
         Self { addr, length, keys }
     }
 
-    /// Takes in what a later record of the owner says: of regions that were there `before`, the
-    /// keys are changed in place, so that transfers which wait for a way use the new ones. A NIC
-    /// without a key keeps the one that it had: nothing is posted to it before it has another.
+    /// Takes in what a later record of the owner says of regions that were there `before`.
+    ///
+    /// Where a NIC has the key that it had, another's is changed in place: its device was opened
+    /// again, and transfers that wait for a way use the new key. A NIC without a key keeps what it
+    /// had: nothing is posted to it before it has another.
+    ///
+    /// Where no NIC has, the memory may have been registered anew, and be other memory. Whoever
+    /// goes by the old keys [finds that out](Keys::is_superseded), and has to begin again.
     pub fn carry_over(before: &[Self], now: &mut [Self]) {
         let place = |piece: &Self| (piece.addr, piece.length);
         let known: HashMap<_, _> = before.iter().map(|piece| (place(piece), piece)).collect();
@@ -83,12 +88,17 @@ impl Piece {
             let Some(earlier) = known.get(&place(piece)) else {
                 continue;
             };
-            for (nic, key) in piece.keys.iter().enumerate() {
-                if key.is_some() {
-                    earlier.keys.set(nic, key);
-                }
+            let told = |key: &Option<u32>| key.is_some_and(|key| key != 0);
+            let keys = || piece.keys.iter().enumerate().filter(|(_, key)| told(key));
+            let is_same = |(nic, key): (usize, Option<u32>)| earlier.keys.get(nic) == key;
+            if keys().next().is_some() && !keys().any(is_same) {
+                earlier.keys.superseded.store(true, Ordering::Release);
+                continue;
             }
-            if earlier.keys.0.len() >= piece.keys.0.len() {
+            for (nic, key) in keys() {
+                earlier.keys.set(nic, key);
+            }
+            if earlier.keys.by_nic.len() >= piece.keys.by_nic.len() {
                 piece.keys = Arc::clone(&earlier.keys);
             }
         }
@@ -99,7 +109,11 @@ impl Piece {
 /// whose device died gets another key when it is open again and the memory registered with it anew.
 /// At the near end there is none in between.
 #[derive(Debug)]
-pub struct Keys(Box<[AtomicU64]>);
+pub struct Keys {
+    by_nic: Box<[AtomicU64]>,
+    /// The owner's record has others for all NICs: the memory may be registered anew.
+    superseded: AtomicBool,
+}
 
 /// A key that a work request was refused for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -123,7 +137,10 @@ impl Keys {
     pub fn new(keys: impl IntoIterator<Item = Option<u32>>) -> Arc<Self> {
         let keys = keys.into_iter();
         let keys = keys.map(|key| AtomicU64::new(key.map_or(NO_KEY, u64::from)));
-        Arc::new(Self(keys.collect()))
+        Arc::new(Self {
+            by_nic: keys.collect(),
+            superseded: AtomicBool::new(false),
+        })
     }
 
     /// Keys by NIC, with room for those of NICs that are added later: `count` in all.
@@ -139,19 +156,25 @@ impl Keys {
 
     /// The key for a NIC.
     pub fn get(&self, nic: usize) -> Option<u32> {
-        let key = self.0.get(nic)?.load(Ordering::Acquire);
+        let key = self.by_nic.get(nic)?.load(Ordering::Acquire);
         u32::try_from(key).ok()
     }
 
     /// Changes the key for a NIC. Nothing happens for one that is not there.
     pub(super) fn set(&self, nic: usize, key: Option<u32>) {
-        if let Some(slot) = self.0.get(nic) {
+        if let Some(slot) = self.by_nic.get(nic) {
             slot.store(key.map_or(NO_KEY, u64::from), Ordering::Release);
         }
     }
 
     fn iter(&self) -> impl Iterator<Item = Option<u32>> {
-        (0..self.0.len()).map(|nic| self.get(nic))
+        (0..self.by_nic.len()).map(|nic| self.get(nic))
+    }
+
+    /// Whether the owner's record has said since that all its NICs have other keys: what these
+    /// name may be other memory by now.
+    pub fn is_superseded(&self) -> bool {
+        self.superseded.load(Ordering::Acquire)
     }
 }
 
@@ -221,6 +244,11 @@ impl Span {
         pieces.all(|piece| piece.keys.get(nic).is_some())
     }
 
+    /// Whether a part of it has [other keys](Keys::is_superseded) by now.
+    pub fn is_superseded(&self) -> bool {
+        self.pieces.iter().any(|piece| piece.keys.is_superseded())
+    }
+
     /// The key for the owner's NIC at a position, at `offset`.
     pub fn key(&self, offset: u64, nic: u32) -> Option<u32> {
         self.at(offset)?.2.get(nic as usize)
@@ -264,8 +292,8 @@ mod tests {
         };
         let before = [of(100, &[Some(1), Some(2)]), of(200, &[Some(3), Some(4)])];
         let span = Span::new(150, 100, before.clone()).expect("covered");
-        // The second NIC is away, a third has come, and the second region is another one.
-        let mut now = [of(100, &[Some(11), None, Some(12)]), of(300, &[Some(5)])];
+        // The first NIC was opened again, a third has come, and the second region is another one.
+        let mut now = [of(100, &[Some(11), Some(2), Some(12)]), of(300, &[Some(5)])];
         Piece::carry_over(&before, &mut now);
         let keys = |offset| [0, 1, 2].map(|nic| span.key(offset, nic));
         assert_eq!(keys(0), [Some(11), Some(2), Some(12)]);
@@ -274,9 +302,33 @@ mod tests {
             [Some(3), Some(4), None],
             "nobody says so any more"
         );
-        let mut later = [of(100, &[Some(21), Some(22), None])];
+        // Two are away, of which one says so by a 0.
+        let mut later = [of(100, &[Some(0), None, Some(12)])];
         Piece::carry_over(&now, &mut later);
-        assert_eq!(keys(0), [Some(21), Some(22), Some(12)]);
+        assert_eq!(keys(0), [Some(11), Some(2), Some(12)]);
+        let mut away = [of(100, &[Some(0), Some(0), Some(0)])];
+        Piece::carry_over(&later, &mut away);
+        assert_eq!(keys(0), [Some(11), Some(2), Some(12)]);
+        assert!(!span.is_superseded());
+    }
+
+    #[test]
+    fn memory_that_is_registered_anew_is_not_taken_for_the_old() {
+        let of = |keys: &[u32]| [Piece::new(100, 100, keys.iter().copied())];
+        let before = of(&[1, 2]);
+        let span = Span::new(150, 50, before.clone()).expect("covered");
+        let mut now = of(&[11, 12]);
+        Piece::carry_over(&before, &mut now);
+        assert!(span.is_superseded());
+        let keys = |span: &Span| [0, 1].map(|nic| span.key(0, nic));
+        assert_eq!(
+            keys(&span),
+            [Some(1), Some(2)],
+            "it begins again or is refused"
+        );
+        let anew = Span::new(150, 50, now).expect("covered");
+        assert!(!anew.is_superseded());
+        assert_eq!(keys(&anew), [Some(11), Some(12)]);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::time::Duration;
 use crossbeam::queue::SegQueue;
 use rerail_verbs::RdmaOpcode;
 
-use super::rail::{Peer, Rail};
+use super::rail::Peer;
 use super::slice::{RefusedKey, Slice, Slicing, Span};
 use crate::error::TransferError;
 use crate::machine::Time;
@@ -66,16 +66,36 @@ pub struct Transfer {
     /// The local NICs that have it in their queues, a bit each.
     offered: AtomicU64,
     error: OnceLock<TransferError>,
-    /// Keys of the far end that were refused, one a NIC of it.
-    refused: Mutex<Vec<RefusedKey>>,
-    /// There are some.
+    /// What was refused at the far end.
+    refusals: Mutex<Refusals>,
+    /// There is something.
     was_refused: AtomicBool,
+    /// It failed since its far end may be registered anew.
+    outdated: AtomicBool,
     /// Takes precedence over `error`: its memory must not be used again.
     unfenced: OnceLock<TransferError>,
     on_finished: Arc<dyn OnFinished>,
     /// What has ended.
     #[cfg(test)]
     ended: std::sync::Mutex<Vec<Range<u64>>>,
+}
+
+/// What was refused at the far end of a transfer.
+#[derive(Default)]
+struct Refusals {
+    /// One key a NIC.
+    keys: Vec<RefusedKey>,
+    /// What it fails with if that is the request's mistake.
+    error: Option<TransferError>,
+}
+
+/// What leads to the far end of a transfer.
+#[derive(Default)]
+struct Leads {
+    /// A NIC that has refused it.
+    refused: bool,
+    /// Another one.
+    others: bool,
 }
 
 impl Transfer {
@@ -91,8 +111,9 @@ impl Transfer {
             retried_slices: AtomicU64::new(0),
             offered: AtomicU64::new(0),
             error: OnceLock::new(),
-            refused: Mutex::default(),
+            refusals: Mutex::default(),
             was_refused: AtomicBool::new(false),
+            outdated: AtomicBool::new(false),
             unfenced: OnceLock::new(),
             on_finished,
             #[cfg(test)]
@@ -126,39 +147,93 @@ impl Transfer {
 
     /// The keys of the far end that were refused, each of another NIC; the last was refused last.
     pub fn refused_keys(&self) -> Vec<RefusedKey> {
-        self.refused().clone()
+        self.refusals().keys.clone()
+    }
+
+    /// Whether it failed because the record has other keys for the far end than it goes by. All of
+    /// it can be posted again by those.
+    pub fn is_outdated(&self) -> bool {
+        self.outdated.load(Ordering::Acquire)
     }
 
     /// A key of the far end that is in force was refused. False if the key may be at fault and not
     /// the request: only one NIC has refused it, and there are others that lead to the same bytes.
-    pub(super) fn is_refused(&self, key: RefusedKey) -> bool {
-        let mut refused = self.refused();
-        refused.retain(|known| known.nic != key.nic);
-        let others = refused.iter().any(|known| self.is_in_force(known));
-        refused.push(key);
-        drop(refused);
+    /// `error` is what it fails with once none of them does.
+    pub(super) fn is_refused(&self, key: RefusedKey, error: &TransferError) -> bool {
+        let mut refusals = self.refusals();
+        refusals.keys.retain(|known| known.nic != key.nic);
+        let others = refusals.keys.iter().any(|known| self.is_in_force(known));
+        refusals.keys.push(key);
+        refusals.error = Some(error.clone());
+        drop(refusals);
         self.was_refused.store(true, Ordering::Release);
-        let rails = self.spec.peer.table();
-        let leads_on = |rail: &Arc<Rail>| {
-            let nic = rail.peer_position();
-            nic != key.nic as usize && rail.is_usable() && self.spec.remote.has_keys(nic)
-        };
-        others || !rails.iter().any(leads_on)
+        others || !self.leads().others
     }
 
     /// Whether the peer's NIC at a position has refused the key that is known of it.
     pub(super) fn avoids(&self, nic: usize) -> bool {
         let is_of = |known: &RefusedKey| known.nic as usize == nic && self.is_in_force(known);
-        self.was_refused.load(Ordering::Acquire) && self.refused().iter().any(is_of)
+        self.was_refused.load(Ordering::Acquire) && self.refusals().keys.iter().any(is_of)
+    }
+
+    /// Fails it if all that leads to the far end now is what has refused it. False if not.
+    pub(super) fn fail_if_refused(&self) -> bool {
+        if !self.was_refused.load(Ordering::Acquire) {
+            return false;
+        }
+        let leads = self.leads();
+        let error = self.refusals().error.clone();
+        match error.filter(|_| leads.refused && !leads.others) {
+            Some(error) => {
+                self.fail(error);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Fails it if its far end has [other keys](super::slice::Keys::is_superseded) by now.
+    pub(super) fn fail_if_outdated(&self) -> bool {
+        let is_superseded = self.spec.remote.is_superseded();
+        if is_superseded {
+            self.fail_outdated();
+        }
+        is_superseded
+    }
+
+    /// Its far end has other keys by now.
+    pub(super) fn fail_outdated(&self) {
+        self.outdated.store(true, Ordering::Release);
+        self.fail(TransferError::RemoteAccess {
+            peer: self.spec.peer.segment().to_owned(),
+            rail: "any rail".to_owned(),
+            addr: self.spec.remote.addr(),
+            length: u32::try_from(self.spec.length).unwrap_or(u32::MAX),
+        });
+    }
+
+    /// Which of the peer's NICs can be used for the far end now.
+    fn leads(&self) -> Leads {
+        let mut leads = Leads::default();
+        let rails = self.spec.peer.table();
+        for rail in rails.iter().filter(|rail| rail.is_usable()) {
+            let nic = rail.peer_position();
+            if self.spec.remote.has_keys(nic) {
+                let refused = self.avoids(nic);
+                leads.refused |= refused;
+                leads.others |= !refused;
+            }
+        }
+        leads
     }
 
     fn is_in_force(&self, known: &RefusedKey) -> bool {
         self.spec.remote.key(known.offset, known.nic) == Some(known.key)
     }
 
-    fn refused(&self) -> MutexGuard<'_, Vec<RefusedKey>> {
+    fn refusals(&self) -> MutexGuard<'_, Refusals> {
         // A list of numbers is whole whatever panicked.
-        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
+        self.refusals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True once every byte has ended and every fence is through.
@@ -255,20 +330,24 @@ impl Transfer {
     /// Fails the transfer once its time is over. True while it has failed for whatever reason.
     pub fn check_cut_off(&self, now: Time) -> bool {
         if now >= self.spec.cut_off && self.error.get().is_none() {
-            let peer = &self.spec.peer;
-            let rails = peer.table();
-            let mut troubles = rails.iter().filter_map(|rail| {
-                let trouble = rail.last_trouble()?;
-                Some(format!("{rail}: {trouble}"))
-            });
-            let cause = troubles.next().unwrap_or_else(|| "none".into());
-            self.fail(TransferError::Deadline {
-                limit: self.spec.limit,
-                peer: peer.segment().to_owned(),
-                cause,
-            });
+            self.fail(self.time_is_over());
         }
         self.error.get().is_some()
+    }
+
+    /// The error of one whose time is over.
+    pub fn time_is_over(&self) -> TransferError {
+        let peer = &self.spec.peer;
+        let rails = peer.table();
+        let mut troubles = rails.iter().filter_map(|rail| {
+            let trouble = rail.last_trouble()?;
+            Some(format!("{rail}: {trouble}"))
+        });
+        TransferError::Deadline {
+            limit: self.spec.limit,
+            peer: peer.segment().to_owned(),
+            cause: troubles.next().unwrap_or_else(|| "none".into()),
+        }
     }
 
     /// Fails the transfer: nothing of it can be claimed any more, and it is finished once all that

@@ -652,12 +652,20 @@ pub(super) fn shut(parts: &Parts, nic: &Nic, gate: LocalGate, cause: &str) {
     parts.connector.close_all(Some(nic.index().0), cause);
 }
 
-/// Lets go of a dead device and of all that was made of it, without waiting for it.
+/// Has nothing use a dead device any more, and its regions go, without waiting for it.
+pub(super) fn let_go(parts: &Parts, nic: &Nic, cause: &DeathCause) {
+    nic.set_gate(false);
+    // Its queue pairs stop first: ahead of what each endpoint asks of the device, of which there
+    // may be more than it takes at a time, and of the regions.
+    nic.release();
+    shut(parts, nic, LocalGate::Dead, &cause.to_string());
+    parts.registrations.release(nic);
+}
+
+/// A device is dead.
 fn release(parts: &Parts, nic: &Arc<Nic>, now: Time, cause: &DeathCause) {
     tracing::error!(nic = nic.name(), %cause, "the device is given up");
-    shut(parts, nic, LocalGate::Dead, &cause.to_string());
-    nic.release();
-    parts.registrations.release(nic);
+    let_go(parts, nic, cause);
     let released = Event::ContextReleased {
         nic: nic.name().to_owned(),
         cause: cause.to_string(),

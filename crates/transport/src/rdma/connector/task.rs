@@ -477,8 +477,8 @@ impl EndpointTask {
     fn raised(&mut self, now: Time, raised: Raised) {
         let way = self.way();
         // Queue pairs that were stopped meanwhile go nowhere, whatever the way is.
-        let refused = raised.refused.iter();
-        for gid in refused.filter(|_| self.machine.close_cause().is_none()) {
+        let is_over = self.machine.close_cause().is_some() || self.opening.is_stopped();
+        for gid in raised.refused.iter().filter(|_| !is_over) {
             self.paths().refused(now, &way, *gid);
         }
         let outcome = raised.outcome.map(|gid| {

@@ -15,7 +15,7 @@ use rerail_verbs::{RdmaOpcode, RemoteAddress, WorkRequest};
 
 use super::Driver;
 use crate::machine::Time;
-use crate::rdma::link::{Cargo, Flight, WorkKeys};
+use crate::rdma::link::{Cargo, Flight};
 use crate::rdma::slice::Slice;
 use crate::rdma::transfer::Transfer;
 
@@ -39,7 +39,11 @@ impl Driver {
             transfer.complete(slice);
         }
         let Flight {
-            cargo, lane, link, ..
+            cargo,
+            lane,
+            link,
+            keys,
+            ..
         } = flight;
         let Cargo::Slice(transfer, slice) = cargo else {
             return;
@@ -56,7 +60,7 @@ impl Driver {
                 lane,
                 link,
                 queue: flight.queue,
-                keys: WorkKeys::default(),
+                keys,
             };
             self.prove(proof, &transfer, slice, now);
         }
@@ -70,8 +74,7 @@ impl Driver {
             return;
         };
         // With the READ's own key: soft-RoCE looks the key of a repeated READ up, even of no bytes.
-        let peer_nic = self.lanes[lane].rail.id().peer.nic;
-        let Some(mut request) = proof_request(transfer, slice, peer_nic) else {
+        let Some(mut request) = proof_request(transfer, slice, proof.keys.remote) else {
             self.break_link(key, "no key to prove a READ with");
             return;
         };
@@ -101,9 +104,8 @@ impl Driver {
     }
 }
 
-fn proof_request(transfer: &Transfer, slice: Slice, peer_nic: u32) -> Option<WorkRequest> {
-    let (addr, _, rkeys) = transfer.spec().remote.at(slice.offset)?;
-    let rkey = rkeys.get(peer_nic as usize)?;
+fn proof_request(transfer: &Transfer, slice: Slice, rkey: u32) -> Option<WorkRequest> {
+    let (addr, ..) = transfer.spec().remote.at(slice.offset)?;
     let remote = RemoteAddress { addr, rkey };
     Some(WorkRequest::new(RdmaOpcode::Read, 0, &[], remote))
 }

@@ -171,13 +171,18 @@ impl Rig {
 
     /// Connects to a NIC of the peer, and proves the rail.
     fn attach(&mut self, far_nic: Arc<Nic>) {
+        self.connect(far_nic, self.gates.len());
+    }
+
+    /// The same for the rail at a place.
+    fn connect(&mut self, far_nic: Arc<Nic>, rail: usize) {
         let (own, far) = (
             prepared(&self.nic, &self.config),
             prepared(&far_nic, &self.config),
         );
         raise(&self.nic, &own, &far, &self.config);
         raise(&far_nic, &far, &own, &self.config);
-        let rail = self.rail(self.gates.len());
+        let rail = self.rail(rail);
         rail.set_state(RailState::Up);
         let gate = Arc::new(AtomicBool::new(true));
         let attach = Order::Attach {

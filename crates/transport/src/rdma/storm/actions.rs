@@ -17,7 +17,7 @@ use crate::machine::ids::{LocalNic, PeerId};
 use crate::machine::observer::{self, Outcome, ReadFailure};
 use crate::machine::peers::{self, NicChange, Parting, Trouble};
 use crate::machine::publisher::{self, Edit, StoreRequest};
-use crate::machine::rail::{LocalGate, NoPath, RailState};
+use crate::machine::rail::{NoPath, RailState};
 use crate::machine::{Machine, drive};
 use crate::rdma::rail::{Peer, PeerNic, PeerSpec};
 use crate::rdma::slice::Piece;
@@ -246,9 +246,7 @@ impl World {
             observer::Action::ReleaseContext { cause } => {
                 port.opening = None;
                 let (parts, nic) = (&node.parts, Arc::clone(&port.nic));
-                watch::shut(parts, &nic, LocalGate::Dead, &cause.to_string());
-                nic.release();
-                parts.registrations.release(&nic);
+                watch::let_go(parts, &nic, &cause);
                 self.say(host, format_args!("{} is dead: {cause}", nic.name()));
             }
             observer::Action::Reopen { epoch } => {

@@ -1,5 +1,5 @@
-//! Why a transfer may be refused: keys that were made wrong, and nothing else. Whatever becomes of
-//! a device is no reason, as long as another one is left.
+//! Why a transfer may be refused: keys that were made wrong, memory that its owner registered anew
+//! at some time, and nothing else. Whatever becomes of a device is no reason.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -57,8 +57,13 @@ impl World {
         assert_eq!(amiss, None, "{id:?}: a byte that has not ended once");
         let error = job.transfer.error().cloned();
         let is_refused = matches!(error, Some(TransferError::RemoteAccess { .. }));
-        if !is_refused || job.reposted {
+        let is_over = job.reposted && !job.transfer.is_outdated();
+        if !is_refused || is_over {
             return self.report(host, id, error);
+        }
+        if now >= job.transfer.spec().cut_off {
+            let late = job.transfer.time_is_over();
+            return self.report(host, id, Some(late));
         }
         // As `engine::batch::repost`: once more, by the peer's record of now or a newer one.
         job.asks = true;
@@ -76,7 +81,9 @@ impl World {
                 .handle(now, peers::Input::Trouble { name, trouble });
             self.at(host, cut_off.max(now), Coming::AskedLongEnough(id));
         } else {
-            self.report(host, id, error);
+            // Its life is over, which says more.
+            let peer = format!("{peer:?}");
+            self.report(host, id, Some(TransferError::PeerRestarted { peer }));
         }
     }
 
@@ -117,15 +124,17 @@ impl World {
         let spec = job.transfer.spec();
         let known = node.known.get(&job.peer);
         let found = known.and_then(|known| remote(&known.offered, &job.flight));
-        let refused = job.transfer.refused_keys();
+        let (refused, outdated) = (job.transfer.refused_keys(), job.transfer.is_outdated());
         let is_newer = |found: &Span| {
             let mut refused = refused.iter();
-            refused.any(|refused| found.key(refused.offset, refused.nic) != Some(refused.key))
+            let differs =
+                refused.any(|refused| found.key(refused.offset, refused.nic) != Some(refused.key));
+            differs || outdated && !found.is_superseded()
         };
         let Some(remote) = found.filter(|found| is_newer(found) && now < spec.cut_off) else {
             return false;
         };
-        (job.reposted, job.asks) = (true, false);
+        (job.reposted, job.asks) = (job.reposted || !outdated, false);
         let spec = TransferSpec {
             remote,
             ..spec.clone()

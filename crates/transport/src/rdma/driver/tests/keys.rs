@@ -1,6 +1,9 @@
-//! Whose mistake a key is that was refused.
+//! Whose mistake a key is that was refused, and that none is because its region went too early.
+
+use rerail_verbs::QpState;
 
 use super::*;
+use crate::rdma::opening::SWEEP_MIN;
 
 /// The work that begins next on the driver's NIC fails like this.
 fn fail_next(rig: &Rig, status: WcStatus) -> FaultGuard {
@@ -24,6 +27,10 @@ fn assert_failed_by(rig: &mut Rig, expected: WcStatus) {
         broken.iter().any(|(_, cause)| is_expected(cause)),
         "{broken:?}"
     );
+}
+
+fn is_refused(transfer: &Transfer) -> bool {
+    matches!(transfer.error(), Some(TransferError::RemoteAccess { .. }))
 }
 
 #[test]
@@ -80,8 +87,6 @@ fn a_request_is_refused_when_two_nics_of_the_peer_say_so_or_there_is_no_other() 
     rig.inbox.submit(work).expect("there is room");
     rig.run(ms(50));
     failing.undo();
-    let is_refused =
-        |transfer: &Transfer| matches!(transfer.error(), Some(TransferError::RemoteAccess { .. }));
     assert!(is_refused(&transfer), "{:?}", transfer.error());
     let refused = transfer.refused_keys();
     assert_eq!(
@@ -95,4 +100,96 @@ fn a_request_is_refused_when_two_nics_of_the_peer_say_so_or_there_is_no_other() 
     let transfer = rig.write(0, 1);
     rig.run(ms(50));
     assert!(is_refused(&transfer), "nobody else leads to its bytes");
+}
+
+#[test]
+fn what_has_been_refused_is_not_posted_to_that_nic_again() {
+    let mut rig = Rig::new(1, config());
+    let failing = fail_next(&rig, WcStatus::RemAccessErr);
+    let transfer = rig.write(0, 1);
+    rig.run(ms(50));
+    failing.undo();
+    assert!(transfer.avoids(0));
+    // Another connection leads there.
+    let far_nic = Arc::clone(&rig._far[0].0);
+    rig.connect(far_nic, 0);
+    while rig.reports.try_recv().is_ok() {}
+    let (count, _counting) = rig.count_work();
+    let work = Work::queue(&transfer, &rig.rail(0), 1).expect("not queued");
+    rig.inbox.submit(work).expect("there is room");
+    rig.run(ms(50));
+    assert_eq!(count.load(Ordering::Relaxed), 0);
+    let stranded = std::iter::from_fn(|| rig.reports.try_recv().ok())
+        .filter(|report| matches!(report, Report::Stranded(_)));
+    assert_eq!(stranded.count(), 1, "somebody else may take it");
+    // If nobody else can, it has failed.
+    assert!(!transfer.fail_if_refused());
+    rig.rail(1).set_state(RailState::Down);
+    assert!(transfer.fail_if_refused());
+    assert!(is_refused(&transfer));
+}
+
+#[test]
+fn a_transfer_whose_far_end_may_be_registered_anew_is_not_posted_any_more() {
+    let mut rig = Rig::new(1, config());
+    let transfer = rig.write(0, 4);
+    rig.run(ms(50));
+    assert!(transfer.is_finished(), "as long as it is not");
+    let (count, _counting) = rig.count_work();
+    let transfer = rig.write(0, 4);
+    let old = transfer.spec().remote.at(0).expect("inside").2;
+    let piece = |keys: &Arc<crate::rdma::slice::Keys>| Piece {
+        addr: 0,
+        length: 1,
+        keys: Arc::clone(keys),
+    };
+    let other = [old.get(0), old.get(1)].map(|key| key.map(|key| key ^ 1));
+    let mut now = [piece(&crate::rdma::slice::Keys::new(other))];
+    Piece::carry_over(&[piece(old)], &mut now);
+    rig.run(ms(50));
+    assert_eq!(count.load(Ordering::Relaxed), 0);
+    assert!(transfer.is_finished() && transfer.is_outdated());
+    let error = transfer.error();
+    assert!(
+        matches!(error, Some(TransferError::RemoteAccess { .. })),
+        "{error:?}"
+    );
+}
+
+#[test]
+fn queue_pairs_of_a_device_that_is_given_up_stop_before_its_regions_go() {
+    let rig = Rig::new(1, config());
+    let opening = rig.nic.opening().expect("open");
+    let control = opening.context().control();
+    let made = || {
+        let prepared = pairs::prepare(&rig.nic, &opening, &rig.config, &Advice::default(), 7);
+        let pairs = Arc::new(Pairs(prepared.expect("made").pairs));
+        opening.has_made(&pairs);
+        pairs
+    };
+    let state = |pairs: &Pairs| pairs.0[0].query().expect("known").state;
+    let regions = || rig.fabric.stats().regions;
+    // Those that are gone are not kept in mind.
+    for _ in 0..3 * SWEEP_MIN {
+        drop(made());
+    }
+    assert!(opening.made() <= 2 * SWEEP_MIN, "{}", opening.made());
+    while control.turn() {}
+    let (pairs, before) = (made(), regions());
+    assert_eq!(state(&pairs), QpState::Init);
+    // Something that the device has to do before.
+    control.execute(|| ()).expect("there is room");
+    rig.nic.release();
+    drop(rig.own_memory);
+    let mut turns = 0;
+    while regions() == before {
+        assert!(control.turn(), "the region goes at last");
+        turns += 1;
+        let gone = regions() < before;
+        assert!(!gone || state(&pairs) == QpState::Error, "after {turns}");
+    }
+    // An endpoint that had the device before.
+    let late = made();
+    while control.turn() {}
+    assert_eq!(state(&late), QpState::Error);
 }
