@@ -88,7 +88,7 @@ impl Segment {
         if let Some(found) = self.present_span(addr, length) {
             return Ok(found);
         }
-        // What the present record lacks is refused by the peer, if it is really gone.
+        // What the present record lacks is asked for once more before it is refused.
         if let Some(span) = Span::new(addr, length, opened.buffers.iter().cloned()) {
             return Ok((span.near(opened.near(addr)), opened.revision));
         }

@@ -127,7 +127,8 @@ impl Pending {
         };
         tracing::info!(
             peer = segment.name(),
-            "refused, and posted again by a newer record"
+            outdated = first.outdated,
+            "posted again by another record"
         );
         let spec = TransferSpec { remote, ..spec };
         let on_finished = Arc::clone(&entry.task) as Arc<dyn OnFinished>;

@@ -334,6 +334,13 @@ impl RailKeeper {
             book.apply(now, Input::PeerGone { peer });
         }
         book.apply(now, lost_input(id, cause, was_connected));
+        if let CloseCause::Failed { status, .. } = cause
+            && verdict(*status) == Verdict::Request(RequestFault::RemoteKey)
+        {
+            // Its record may be late. A request that fails by it asks by itself.
+            let segment = rail.segment().to_owned();
+            book.commands.push_back(Command::RefreshPeer(segment));
+        }
         drop(book);
         self.touched.notify_one();
     }

@@ -79,29 +79,53 @@ impl Piece {
     /// again, and transfers that wait for a way use the new key. A NIC without a key keeps what it
     /// had: nothing is posted to it before it has another.
     ///
-    /// Where no NIC has, the memory may have been registered anew, and be other memory. Whoever
-    /// goes by the old keys [finds that out](Keys::is_superseded), and has to begin again.
+    /// Where no NIC has, the memory may have been registered anew, and be other memory; where it is
+    /// gone, too. Whoever goes by the old keys [finds that out](Keys::is_superseded), and has to
+    /// begin again.
     pub fn carry_over(before: &[Self], now: &mut [Self]) {
         let place = |piece: &Self| (piece.addr, piece.length);
-        let known: HashMap<_, _> = before.iter().map(|piece| (place(piece), piece)).collect();
+        // A record may have a place several times.
+        let mut known = HashMap::<_, Vec<&Self>>::new();
+        for piece in before {
+            known.entry(place(piece)).or_default().push(piece);
+        }
         for piece in now {
-            let Some(earlier) = known.get(&place(piece)) else {
+            let here = known.get_mut(&place(piece));
+            let Some((here, at)) = here.and_then(|here| {
+                let at = here
+                    .iter()
+                    .position(|earlier| piece.is_same_region(earlier))?;
+                Some((here, at))
+            }) else {
                 continue;
             };
-            let told = |key: &Option<u32>| key.is_some_and(|key| key != 0);
-            let keys = || piece.keys.iter().enumerate().filter(|(_, key)| told(key));
-            let is_same = |(nic, key): (usize, Option<u32>)| earlier.keys.get(nic) == key;
-            if keys().next().is_some() && !keys().any(is_same) {
-                earlier.keys.superseded.store(true, Ordering::Release);
-                continue;
-            }
-            for (nic, key) in keys() {
-                earlier.keys.set(nic, key);
+            let earlier = here.swap_remove(at);
+            for (nic, key) in piece.told_keys() {
+                earlier.keys.set(nic, Some(key));
             }
             if earlier.keys.by_nic.len() >= piece.keys.by_nic.len() {
                 piece.keys = Arc::clone(&earlier.keys);
+            } else {
+                // There is no room to tell of later ones.
+                earlier.keys.supersede();
             }
         }
+        for gone in known.into_values().flatten() {
+            gone.keys.supersede();
+        }
+    }
+
+    /// Keys by NIC that say something.
+    fn told_keys(&self) -> impl Iterator<Item = (usize, u32)> {
+        let keys = self.keys.iter().enumerate();
+        keys.filter_map(|(nic, key)| Some((nic, key.filter(|key| *key != 0)?)))
+    }
+
+    /// Whether this may be what `earlier` was, by the keys of NICs whose device is the same.
+    fn is_same_region(&self, earlier: &Self) -> bool {
+        let mut keys = self.told_keys().peekable();
+        let is_away = keys.peek().is_none();
+        is_away || keys.any(|(nic, key)| earlier.keys.get(nic) == Some(key))
     }
 }
 
@@ -111,7 +135,7 @@ impl Piece {
 #[derive(Debug)]
 pub struct Keys {
     by_nic: Box<[AtomicU64]>,
-    /// The owner's record has others for all NICs: the memory may be registered anew.
+    /// The owner's record has others for all NICs, or none: the memory may be registered anew.
     superseded: AtomicBool,
 }
 
@@ -171,8 +195,13 @@ impl Keys {
         (0..self.by_nic.len()).map(|nic| self.get(nic))
     }
 
-    /// Whether the owner's record has said since that all its NICs have other keys: what these
-    /// name may be other memory by now.
+    /// The owner's record does not go on with them.
+    fn supersede(&self) {
+        self.superseded.store(true, Ordering::Release);
+    }
+
+    /// Whether the owner's record has said since that all its NICs have other keys, or that the
+    /// memory is gone: what these name may be other memory by now.
     pub fn is_superseded(&self) -> bool {
         self.superseded.load(Ordering::Acquire)
     }
@@ -297,11 +326,11 @@ mod tests {
         Piece::carry_over(&before, &mut now);
         let keys = |offset| [0, 1, 2].map(|nic| span.key(offset, nic));
         assert_eq!(keys(0), [Some(11), Some(2), Some(12)]);
-        assert_eq!(
-            keys(99),
-            [Some(3), Some(4), None],
-            "nobody says so any more"
-        );
+        let old = [Some(3), Some(4), None];
+        assert_eq!(keys(99), old, "nobody says so any more");
+        assert!(span.is_superseded(), "a part of it is gone");
+        let span = Span::new(150, 50, now.clone()).expect("covered");
+        let keys = |offset| [0, 1, 2].map(|nic| span.key(offset, nic));
         // Two are away, of which one says so by a 0.
         let mut later = [of(100, &[Some(0), None, Some(12)])];
         Piece::carry_over(&now, &mut later);
@@ -329,6 +358,54 @@ mod tests {
         let anew = Span::new(150, 50, now).expect("covered");
         assert!(!anew.is_superseded());
         assert_eq!(keys(&anew), [Some(11), Some(12)]);
+        // It is gone for a moment, and comes back with a key that it had.
+        let now = of(&[11, 12]);
+        Piece::carry_over(anew.pieces.as_slice(), &mut []);
+        assert!(anew.is_superseded());
+        Piece::carry_over(&[], &mut now.clone());
+        assert!(!Span::new(150, 50, now).expect("covered").is_superseded());
+    }
+
+    #[test]
+    fn a_record_that_has_a_place_twice_offers_what_it_has_last() {
+        let of = |keys: [u32; 2]| Piece {
+            addr: 100,
+            length: 100,
+            keys: Keys::of_peer(keys.into_iter().map(Some)),
+        };
+        let mut last = vec![of([1, 2])];
+        for now in [
+            vec![[1, 2], [3, 4]],
+            vec![[3, 4], [1, 2]],
+            vec![[1, 2], [3, 5]],
+            vec![[3, 5]],
+            vec![[3, 5]],
+            vec![[6, 7], [6, 7]],
+        ] {
+            let mut pieces: Vec<_> = now.iter().map(|keys| of(*keys)).collect();
+            Piece::carry_over(&last, &mut pieces);
+            for (piece, keys) in pieces.iter().zip(&now) {
+                assert!(!piece.keys.is_superseded(), "{now:?}");
+                assert_eq!([0, 1].map(|nic| piece.keys.get(nic)), keys.map(Some));
+            }
+            last = pieces;
+        }
+    }
+
+    #[test]
+    fn who_has_no_room_for_the_keys_of_more_nics_begins_again() {
+        let of = |nics: u32| Piece {
+            addr: 100,
+            length: 100,
+            keys: Keys::of_peer((0..nics).map(|nic| Some(nic + 1))),
+        };
+        let before = [of(8)];
+        Piece::carry_over(&before, &mut [of(8)]);
+        assert!(!before[0].keys.is_superseded());
+        let mut now = [of(9)];
+        Piece::carry_over(&before, &mut now);
+        assert!(before[0].keys.is_superseded() && !now[0].keys.is_superseded());
+        assert_eq!(now[0].keys.get(8), Some(9));
     }
 
     #[test]

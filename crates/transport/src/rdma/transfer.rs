@@ -202,7 +202,11 @@ impl Transfer {
     }
 
     /// Its far end has other keys by now.
-    pub(super) fn fail_outdated(&self) {
+    fn fail_outdated(&self) {
+        if self.error.get().is_some() {
+            return;
+        }
+        // Whoever is told of the failure asks for it.
         self.outdated.store(true, Ordering::Release);
         self.fail(TransferError::RemoteAccess {
             peer: self.spec.peer.segment().to_owned(),

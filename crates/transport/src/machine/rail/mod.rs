@@ -46,7 +46,7 @@ use self::blame::{Blame, Culprit};
 use self::health::{Proof, Rail, Step};
 use super::backoff::Backoff;
 use super::ids::{LocalNic, PeerId, PeerNic, RailId};
-use super::verdict::{RequestFault, Verdict, verdict};
+use super::verdict::{Verdict, verdict};
 use super::{Machine, Time};
 
 /// Times and limits of the rails.
@@ -525,13 +525,7 @@ impl Rails {
         match verdict(status) {
             // A flush tells of an error that was told by another completion or by nobody yet.
             Verdict::Done | Verdict::Flushed => {}
-            Verdict::Request(fault) => {
-                if fault == RequestFault::RemoteKey {
-                    let peer = id.peer.peer;
-                    self.out.push_back(Action::RefreshPeer { peer });
-                }
-                self.lose(now, id, cause, true);
-            }
+            Verdict::Request(_) => self.lose(now, id, cause, true),
             Verdict::LocalNic => {
                 if self.state(id).is_some_and(|state| state != RailState::Down) {
                     self.out.push_back(Action::RecheckLocal { local: id.local });

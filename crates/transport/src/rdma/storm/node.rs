@@ -188,6 +188,8 @@ pub(super) struct Job {
     pub(super) transfer: Arc<Transfer>,
     pub(super) peer: PeerId,
     pub(super) flight: Flight,
+    /// Of the record that it went by first.
+    pub(super) generation: u64,
     /// It was refused once, and posted again by a newer record.
     pub(super) reposted: bool,
     /// It was refused, and the peer's record is asked for.

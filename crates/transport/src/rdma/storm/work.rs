@@ -68,7 +68,7 @@ impl World {
         // As `engine::batch::repost`: once more, by the peer's record of now or a newer one.
         job.asks = true;
         let (peer, cut_off) = (job.peer, job.transfer.spec().cut_off);
-        if self.repost(host, id) {
+        if self.repost(host, id, false) {
             return;
         }
         let Some(node) = self.node(host) else {
@@ -107,13 +107,13 @@ impl World {
             return;
         };
         let error = job.transfer.error().cloned();
-        if !self.repost(host, id) {
+        if !self.repost(host, id, true) {
             self.report(host, id, error);
         }
     }
 
     /// Posts a refused transfer again if the record has other keys by now.
-    fn repost(&mut self, host: usize, id: TransferId) -> bool {
+    fn repost(&mut self, host: usize, id: TransferId, asked: bool) -> bool {
         let now = self.now;
         let Some(node) = self.node(host) else {
             return false;
@@ -124,12 +124,14 @@ impl World {
         let spec = job.transfer.spec();
         let known = node.known.get(&job.peer);
         let found = known.and_then(|known| remote(&known.offered, &job.flight));
+        let generation = node.generations.get(&job.peer);
         let (refused, outdated) = (job.transfer.refused_keys(), job.transfer.is_outdated());
         let is_newer = |found: &Span| {
             let mut refused = refused.iter();
             let differs =
                 refused.any(|refused| found.key(refused.offset, refused.nic) != Some(refused.key));
-            differs || outdated && !found.is_superseded()
+            let is_later = asked && generation > Some(&job.generation);
+            differs || is_later || outdated && !found.is_superseded()
         };
         let Some(remote) = found.filter(|found| is_newer(found) && now < spec.cut_off) else {
             return false;
@@ -277,10 +279,12 @@ impl World {
         };
         let finish = Finish(id, node.outbox.clone());
         let transfer = Transfer::new(spec, Arc::new(finish));
+        let generation = node.generations.get(&peer).copied().unwrap_or(0);
         let job = Job {
             transfer: Arc::clone(&transfer),
             peer,
             flight,
+            generation,
             reposted: false,
             asks: false,
         };

@@ -245,13 +245,10 @@ fn a_bad_key_costs_the_rail_a_reconnection_and_nobody_a_blame() {
             "replaced at once"
         );
     }
-    let count = |is: fn(&Action) -> bool| rig.log.iter().filter(|(_, found)| is(found)).count();
-    assert_eq!(
-        count(|found| matches!(found, Action::RecheckLocal { .. })),
-        0
-    );
-    let asked = count(|found| matches!(found, Action::RefreshPeer { .. }));
-    assert_eq!(asked, 4, "the record may be late");
+    assert!(!rig.log.iter().any(|(_, action)| matches!(
+        action,
+        Action::RecheckLocal { .. } | Action::RefreshPeer { .. }
+    )));
 }
 
 #[test]
