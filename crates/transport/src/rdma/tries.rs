@@ -143,6 +143,16 @@ impl AllTries {
         Arc::clone(self.lock().entry(key).or_default())
     }
 
+    /// Threads of the openings of ports that were not taken in.
+    #[cfg(test)]
+    pub(super) fn of_strangers(&self) -> Vec<ControlThread> {
+        let all = self.lock();
+        let strangers = all
+            .values()
+            .filter(|tries| !tries.taken_in.load(Ordering::Acquire));
+        strangers.flat_map(|tries| tries.controls()).collect()
+    }
+
     /// Whether one more port of `device` may be tried that was not taken in before.
     ///
     /// # Errors

@@ -456,6 +456,10 @@ impl Node {
     /// Takes in NICs that have come, as the pool does for the watch; their names.
     pub(super) fn look(&mut self, now: Time, fabric: &Fabric, ids: &[NicId]) -> Vec<String> {
         self.look_at = now + LOOK_EVERY;
+        // Tries that came to nothing are closed by threads that no port has.
+        for control in self.parts.tries.of_strangers() {
+            while control.turn() {}
+        }
         let found = RefCell::new(Vec::new());
         for attempt in self.finder.look().attempts {
             attempt.run(|nic| found.borrow_mut().push(nic));
