@@ -219,7 +219,7 @@ mod tests {
         let other = descriptor(&["b"], &[(0x1000, 0x1000, &[99])]);
         segment.life().take(other, &[]);
         assert_eq!(keys(), ([11, 22], 2));
-        // Memory that is gone is asked for as it was: the peer refuses it.
+        // Memory that is gone is named as it was: requests to it ask for the record once more.
         segment.life().take(descriptor(&["a", "b"], &[]), &[]);
         assert_eq!(keys(), ([10, 20], 0));
         assert!(segment.present_span(0x1000, 16).is_none());

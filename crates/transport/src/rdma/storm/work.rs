@@ -61,10 +61,6 @@ impl World {
         if !is_refused || is_over {
             return self.report(host, id, error);
         }
-        if now >= job.transfer.spec().cut_off {
-            let late = job.transfer.time_is_over();
-            return self.report(host, id, Some(late));
-        }
         // As `engine::batch::repost`: once more, by the peer's record of now or a newer one.
         job.asks = true;
         let (peer, cut_off) = (job.peer, job.transfer.spec().cut_off);
@@ -112,7 +108,8 @@ impl World {
         }
     }
 
-    /// Posts a refused transfer again if the record has other keys by now.
+    /// Posts a refused transfer again if the record has other keys by now, or ends it if there is
+    /// no time for that any more. False if neither.
     fn repost(&mut self, host: usize, id: TransferId, asked: bool) -> bool {
         let now = self.now;
         let Some(node) = self.node(host) else {
@@ -133,9 +130,14 @@ impl World {
             let is_later = asked && generation > Some(&job.generation);
             differs || is_later || outdated && !found.is_superseded()
         };
-        let Some(remote) = found.filter(|found| is_newer(found) && now < spec.cut_off) else {
+        let Some(remote) = found.filter(is_newer) else {
             return false;
         };
+        if now >= spec.cut_off {
+            let late = job.transfer.time_is_over();
+            self.report(host, id, Some(late));
+            return true;
+        }
         (job.reposted, job.asks) = (job.reposted || !outdated, false);
         let spec = TransferSpec {
             remote,
