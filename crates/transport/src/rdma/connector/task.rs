@@ -71,6 +71,14 @@ pub(super) enum Mail {
     Drained(Leftover),
 }
 
+/// Whether a message is still of use when the endpoint that sends it is over.
+enum Outlives {
+    /// The answer to it is for the endpoint.
+    Nobody,
+    /// What it says is for the peer.
+    Endpoint,
+}
+
 pub(super) struct EndpointTask {
     connector: Connector,
     key: EndpointKey,
@@ -288,17 +296,24 @@ impl EndpointTask {
             Action::Ask(offer) if offer.local_path == offer.peer_path => self.loop_back(offer),
             Action::Ask(offer) => {
                 self.is_bound = true;
-                self.exchange(offer, |reply| Some(Input::Replied(reply)));
+                self.exchange(offer, Outlives::Nobody, |reply| Some(Input::Replied(reply)));
             }
             Action::Acknowledge(offer) => {
-                self.exchange(offer, |reply| Some(Input::Acknowledged(reply.map(drop))));
+                let acknowledged = |reply: Result<_, _>| Input::Acknowledged(reply.map(drop));
+                self.exchange(offer, Outlives::Nobody, move |reply| {
+                    Some(acknowledged(reply))
+                });
             }
-            Action::TellPeer(offer) => self.exchange(offer, |reply| match reply {
-                Err(SignalError::Refused(text)) if text == CLOSED || text.contains(CPP_CLOSED) => {
-                    Some(Input::PeerClosed)
-                }
-                _ => None,
-            }),
+            Action::TellPeer(offer) => {
+                self.exchange(offer, Outlives::Endpoint, |reply| match reply {
+                    Err(SignalError::Refused(text))
+                        if text == CLOSED || text.contains(CPP_CLOSED) =>
+                    {
+                        Some(Input::PeerClosed)
+                    }
+                    _ => None,
+                })
+            }
             Action::Answer(token, offer) => {
                 // Whoever reads the answer finds the place free that the handshake took.
                 if self.machine.is_connected() {
@@ -578,7 +593,7 @@ impl EndpointTask {
     }
 
     /// Sends a message and makes an input of its outcome.
-    fn exchange<F>(&self, offer: Offer, input: F)
+    fn exchange<F>(&self, offer: Offer, outlives: Outlives, input: F)
     where
         F: FnOnce(Result<Offer, SignalError>) -> Option<Input> + Send + 'static,
     {
@@ -594,7 +609,18 @@ impl EndpointTask {
                 let _permit = permits.acquire().await;
                 signaling.exchange(&server, offer).await
             };
-            let reply = clock.within(limit, exchange).await;
+            let over = async {
+                match outlives {
+                    Outlives::Nobody => mailbox.closed().await,
+                    Outlives::Endpoint => std::future::pending().await,
+                }
+            };
+            let reply = tokio::select! {
+                biased;
+                reply = clock.within(limit, exchange) => reply,
+                // Nobody is there to take the answer.
+                () = over => return,
+            };
             let reply = reply.unwrap_or_else(|| {
                 let waited = format!("{server} is silent for {} s", limit.as_secs());
                 Err(SignalError::NoAnswer(waited))

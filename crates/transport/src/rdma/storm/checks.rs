@@ -184,7 +184,7 @@ impl World {
                 ("endpoints", ends, 64 + 16 * rails),
                 // A message that nobody answers is waited for as long as a connection may take,
                 // 10 s, and each rail sends some a second.
-                ("tasks", node.turns.tasks(), 64 + 8 * ends + 60 * rails),
+                ("tasks", node.turns.tasks(), 64 + 8 * ends + 24 * rails),
                 ("outgoing news", node.outbox.waiting(), 64),
                 // Each transfer may be there a few times, some that are over until they are seen.
                 ("parked transfers", node.router.parked(), 64 + 2 * jobs),
