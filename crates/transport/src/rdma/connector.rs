@@ -38,6 +38,10 @@ use task::{EndpointTask, Mail};
 /// Handshakes with one server at once: C++ servers take them one after the other.
 const HANDSHAKES_PER_SERVER_MAX: usize = 2;
 
+/// Requests to close that are under way to one server at once. They are answered when the queue
+/// pairs there have stopped, and must not wait for handshakes, which a slow device may hold up.
+const CLOSES_PER_SERVER_MAX: usize = 8;
+
 /// Endpoints of a NIC that a peer has asked for and not acknowledged yet. Anybody can send such
 /// requests, and each has queue pairs for as long as ten seconds.
 const HALF_OPEN_PER_NIC_MAX: usize = 64;
@@ -120,8 +124,14 @@ struct Table {
     by_key: HashMap<EndpointKey, Mailbox>,
     /// Those that a peer has asked for and that are not connected, with their NIC.
     half_open: HashMap<EndpointKey, u32>,
-    /// By server name; dead once no handshake uses them.
-    permits: HashMap<String, Weak<Semaphore>>,
+    /// By server name; dead once no message uses them.
+    permits: HashMap<String, Weak<Permits>>,
+}
+
+/// The right to send messages to one server.
+struct Permits {
+    handshakes: Semaphore,
+    closes: Semaphore,
 }
 
 struct Current {
@@ -574,14 +584,17 @@ impl Connector {
         });
     }
 
-    /// The right to one of a server's handshakes.
-    fn permits(&self, server: &str) -> Arc<Semaphore> {
+    /// The right to send messages to a server.
+    fn permits(&self, server: &str) -> Arc<Permits> {
         let mut table = self.table();
         if let Some(permits) = table.permits.get(server).and_then(Weak::upgrade) {
             return permits;
         }
         table.permits.retain(|_, idle| idle.strong_count() > 0);
-        let permits = Arc::new(Semaphore::new(HANDSHAKES_PER_SERVER_MAX));
+        let permits = Arc::new(Permits {
+            handshakes: Semaphore::new(HANDSHAKES_PER_SERVER_MAX),
+            closes: Semaphore::new(CLOSES_PER_SERVER_MAX),
+        });
         table
             .permits
             .insert(server.to_owned(), Arc::downgrade(&permits));

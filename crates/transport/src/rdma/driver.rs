@@ -223,6 +223,7 @@ impl Driver {
                 endpoint,
                 rail,
                 pairs,
+                began,
                 gate,
             } => {
                 let lane = self.lane(&rail);
@@ -238,6 +239,7 @@ impl Driver {
                 }
                 let mut link = Box::new(Link::new(endpoint, pairs, gate, now));
                 link.opening = self.openings.seen();
+                link.began = began;
                 if let Ok(key) = self.links.insert(link) {
                     self.link_keys.insert(endpoint, key);
                     self.lanes[lane].set_link(Some(key));

@@ -13,6 +13,7 @@ use rerail_verbs::{QueuePair, RemoteAddress, WcStatus};
 
 use super::endpoint::CloseCause;
 use super::rail::Rail;
+use super::slice::Moment;
 use super::transfer::Transfer;
 use crate::machine::ids::{PeerId, RailId};
 
@@ -80,6 +81,8 @@ pub enum Order {
         rail: Arc<Rail>,
         /// Its queue pairs, in RTS.
         pairs: Arc<Pairs>,
+        /// When it began: the peer's end is not younger than what was told of keys before.
+        began: Moment,
         /// Closed by the control side to stop posting without waiting for the thread.
         gate: Arc<AtomicBool>,
     },

@@ -9,7 +9,7 @@ use rerail_verbs::WorkRequest;
 
 use super::inbox::{EndpointKey, Pairs, Probe, Work};
 use super::rail::Rail;
-use super::slice::Slice;
+use super::slice::{Moment, Slice};
 use super::transfer::Transfer;
 use crate::machine::Time;
 
@@ -195,6 +195,8 @@ pub(super) struct Link {
     pub(super) endpoint: EndpointKey,
     /// Number of the device's opening that it belongs to, or an earlier one.
     pub(super) opening: u32,
+    /// When it began to be made.
+    pub(super) began: Moment,
     /// Gone once nothing may be posted any more, so that the owner can destroy them.
     pub(super) pairs: Option<Arc<Pairs>>,
     gate: Arc<AtomicBool>,
@@ -222,6 +224,7 @@ impl Link {
         Self {
             endpoint,
             opening: 0,
+            began: Moment::default(),
             queues: queues.collect(),
             pairs: Some(pairs),
             gate,

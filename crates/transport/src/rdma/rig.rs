@@ -33,6 +33,8 @@ pub(super) struct Wire {
     pub(super) refusal: Mutex<Option<(&'static str, &'static str)>>,
     /// Loses requests to close.
     pub(super) loses_closes: AtomicBool,
+    /// Answers nothing.
+    pub(super) is_silent: AtomicBool,
     /// Takes out of every message what C++ engines do not know.
     pub(super) is_cpp: AtomicBool,
 }
@@ -62,7 +64,11 @@ impl Signaling for Arc<Wire> {
         let connector = self.servers.lock().expect("whole").get(server).cloned();
         let (wire, offer) = (Self::clone(self), self.as_carried(offer));
         let lost = offer.qp_nums.is_empty() && self.loses_closes.load(Ordering::SeqCst);
+        let is_silent = self.is_silent.load(Ordering::SeqCst);
         Box::pin(async move {
+            if is_silent {
+                std::future::pending::<()>().await;
+            }
             if lost {
                 return Err(SignalError::NoAnswer("lost".into()));
             }

@@ -101,7 +101,7 @@ impl Piece {
             };
             let earlier = here.swap_remove(at);
             for (nic, key) in piece.told_keys() {
-                earlier.keys.set(nic, Some(key));
+                earlier.keys.tell(nic, key);
             }
             if earlier.keys.by_nic.len() >= piece.keys.by_nic.len() {
                 piece.keys = Arc::clone(&earlier.keys);
@@ -129,12 +129,33 @@ impl Piece {
     }
 }
 
+/// How much peers had told of their keys, anywhere in this process. What began at a moment began
+/// after all that was told at it, or earlier.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub struct Moment(u64);
+
+static LAST_MOMENT: AtomicU64 = AtomicU64::new(0);
+
+impl Moment {
+    /// The present one.
+    pub fn now() -> Self {
+        Self(LAST_MOMENT.load(Ordering::Acquire))
+    }
+
+    /// One that nothing has begun at yet.
+    fn next() -> Self {
+        Self(LAST_MOMENT.fetch_add(1, Ordering::AcqRel) + 1)
+    }
+}
+
 /// Keys of a region, one per NIC of its owner. They change while transfers are under way: a NIC
 /// whose device died gets another key when it is open again and the memory registered with it anew.
 /// At the near end there is none in between.
 #[derive(Debug)]
 pub struct Keys {
     by_nic: Box<[AtomicU64]>,
+    /// The [`Moment`]s at which the owner told them; 0 for those that it has always had.
+    told: Box<[AtomicU64]>,
     /// The owner's record has others for all NICs, or none: the memory may be registered anew.
     superseded: AtomicBool,
 }
@@ -160,9 +181,16 @@ impl Keys {
     /// Keys by NIC.
     pub fn new(keys: impl IntoIterator<Item = Option<u32>>) -> Arc<Self> {
         let keys = keys.into_iter();
+        Self::told_at(Moment::default(), keys)
+    }
+
+    fn told_at(told: Moment, keys: impl Iterator<Item = Option<u32>>) -> Arc<Self> {
         let keys = keys.map(|key| AtomicU64::new(key.map_or(NO_KEY, u64::from)));
+        let by_nic: Box<[_]> = keys.collect();
+        let told = by_nic.iter().map(|_| AtomicU64::new(told.0));
         Arc::new(Self {
-            by_nic: keys.collect(),
+            told: told.collect(),
+            by_nic,
             superseded: AtomicBool::new(false),
         })
     }
@@ -172,16 +200,38 @@ impl Keys {
         Self::new((0..count).map(|_| None))
     }
 
-    /// Keys by NIC of a peer, with room for some NICs that it may add.
+    /// Keys by NIC of a peer, which tells them now, with room for some NICs that it may add.
     pub fn of_peer(keys: impl ExactSizeIterator<Item = Option<u32>>) -> Arc<Self> {
         let count = keys.len().next_multiple_of(PEER_NICS);
-        Self::new(keys.chain(std::iter::repeat(None)).take(count))
+        Self::told_at(
+            Moment::next(),
+            keys.chain(std::iter::repeat(None)).take(count),
+        )
+    }
+
+    /// When the key for a NIC was told. A connection that began before may lead into the peer's
+    /// device as it was before it was opened again, which knows nothing of a key told since.
+    pub fn told(&self, nic: usize) -> Moment {
+        let told = self.told.get(nic);
+        told.map_or(Moment::default(), |told| {
+            Moment(told.load(Ordering::Acquire))
+        })
     }
 
     /// The key for a NIC.
     pub fn get(&self, nic: usize) -> Option<u32> {
         let key = self.by_nic.get(nic)?.load(Ordering::Acquire);
         u32::try_from(key).ok()
+    }
+
+    /// The owner tells the key for a NIC, perhaps once more.
+    fn tell(&self, nic: usize, key: u32) {
+        if self.get(nic) != Some(key)
+            && let Some(told) = self.told.get(nic)
+        {
+            told.store(Moment::next().0, Ordering::Release);
+            self.set(nic, Some(key));
+        }
     }
 
     /// Changes the key for a NIC. Nothing happens for one that is not there.
@@ -281,6 +331,12 @@ impl Span {
     /// The key for the owner's NIC at a position, at `offset`.
     pub fn key(&self, offset: u64, nic: u32) -> Option<u32> {
         self.at(offset)?.2.get(nic as usize)
+    }
+
+    /// When its owner told the key for its NIC at a position, at `offset`.
+    pub fn told(&self, offset: u64, nic: u32) -> Moment {
+        let keys = self.at(offset).map(|(_, _, keys)| keys);
+        keys.map_or(Moment::default(), |keys| keys.told(nic as usize))
     }
 
     /// Address of the byte at `offset`, bytes from there to the seam, and the region's keys.

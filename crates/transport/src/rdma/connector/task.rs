@@ -9,7 +9,7 @@ use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
 use rerail_verbs::{AsyncEventKind, Gid, ObjectId, QpState, QueuePair, WcStatus};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use super::super::endpoint::{
     Action, CLOSED, CloseCause, Endpoint, Input, LocalEnds, Offer, PeerEnds, Token, is_same,
@@ -23,15 +23,18 @@ use super::super::pairs::{self, Prepared, Raised};
 use super::super::paths::{Paths, Row, Way};
 use super::super::rail::Rail;
 use super::super::signaling::SignalError;
+use super::super::slice::Moment;
 use super::super::transfer::Transfer;
-use super::{Answer, Connector, Mailbox, Proof, order, server_of};
+use super::{Answer, Connector, Mailbox, Proof, order};
 use crate::machine::rail::ProbeKind;
 use crate::machine::{Machine, Time};
 
 mod idle;
 mod learn;
+mod messages;
 
 use idle::{Idle, Turn};
+use messages::Purpose;
 
 /// What a C++ peer answers to a request without queue pairs, after it has moved its end to ERR.
 const CPP_CLOSED: &str = "QP count mismatch";
@@ -71,14 +74,6 @@ pub(super) enum Mail {
     Drained(Leftover),
 }
 
-/// Whether a message is still of use when the endpoint that sends it is over.
-enum Outlives {
-    /// The answer to it is for the endpoint.
-    Nobody,
-    /// What it says is for the peer.
-    Endpoint,
-}
-
 pub(super) struct EndpointTask {
     connector: Connector,
     key: EndpointKey,
@@ -106,6 +101,10 @@ pub(super) struct EndpointTask {
     attached: bool,
     idle: Idle,
     retired: bool,
+    /// When it began, before it heard of the peer's end.
+    began: Moment,
+    /// Gone once it is closing: what waits to be said then is not said any more.
+    open: Option<watch::Sender<()>>,
     last_token: u64,
     answers: BTreeMap<Token, oneshot::Sender<Answer>>,
     held: Vec<Arc<Transfer>>,
@@ -141,6 +140,8 @@ impl EndpointTask {
             attached: false,
             idle: Idle::default(),
             retired: false,
+            began: Moment::now(),
+            open: Some(watch::channel(()).0),
             last_token: 0,
             answers: BTreeMap::new(),
             held: Vec::new(),
@@ -280,7 +281,7 @@ impl EndpointTask {
 
     async fn act(&mut self, action: Action) {
         #[cfg(test)]
-        super::super::storm::note_action(self.key, &action);
+        super::super::storm::note_action(self.key, (self.nic.name(), &self.peer_path), &action);
         match action {
             Action::Prepare => self.prepare(),
             Action::Raise(peer) => {
@@ -296,24 +297,22 @@ impl EndpointTask {
             Action::Ask(offer) if offer.local_path == offer.peer_path => self.loop_back(offer),
             Action::Ask(offer) => {
                 self.is_bound = true;
-                self.exchange(offer, Outlives::Nobody, |reply| Some(Input::Replied(reply)));
+                self.exchange(offer, Purpose::Handshake, |reply| {
+                    Some(Input::Replied(reply))
+                });
             }
             Action::Acknowledge(offer) => {
                 let acknowledged = |reply: Result<_, _>| Input::Acknowledged(reply.map(drop));
-                self.exchange(offer, Outlives::Nobody, move |reply| {
+                self.exchange(offer, Purpose::Handshake, move |reply| {
                     Some(acknowledged(reply))
                 });
             }
-            Action::TellPeer(offer) => {
-                self.exchange(offer, Outlives::Endpoint, |reply| match reply {
-                    Err(SignalError::Refused(text))
-                        if text == CLOSED || text.contains(CPP_CLOSED) =>
-                    {
-                        Some(Input::PeerClosed)
-                    }
-                    _ => None,
-                })
-            }
+            Action::TellPeer(offer) => self.exchange(offer, Purpose::Close, |reply| match reply {
+                Err(SignalError::Refused(text)) if text == CLOSED || text.contains(CPP_CLOSED) => {
+                    Some(Input::PeerClosed)
+                }
+                _ => None,
+            }),
             Action::Answer(token, offer) => {
                 // Whoever reads the answer finds the place free that the handshake took.
                 if self.machine.is_connected() {
@@ -592,45 +591,6 @@ impl EndpointTask {
         });
     }
 
-    /// Sends a message and makes an input of its outcome.
-    fn exchange<F>(&self, offer: Offer, outlives: Outlives, input: F)
-    where
-        F: FnOnce(Result<Offer, SignalError>) -> Option<Input> + Send + 'static,
-    {
-        let shared = &self.connector.shared;
-        let server = server_of(&self.peer_path).to_owned();
-        let (permits, mailbox) = (self.connector.permits(&server), self.mailbox.clone());
-        let signaling = Arc::clone(&shared.signaling);
-        let limit = shared.config.limits.connect;
-        let clock = shared.clock;
-        shared.tasks.spawn(async move {
-            let exchange = async {
-                // Never closed.
-                let _permit = permits.acquire().await;
-                signaling.exchange(&server, offer).await
-            };
-            let over = async {
-                match outlives {
-                    Outlives::Nobody => mailbox.closed().await,
-                    Outlives::Endpoint => std::future::pending().await,
-                }
-            };
-            let reply = tokio::select! {
-                biased;
-                reply = clock.within(limit, exchange) => reply,
-                // Nobody is there to take the answer.
-                () = over => return,
-            };
-            let reply = reply.unwrap_or_else(|| {
-                let waited = format!("{server} is silent for {} s", limit.as_secs());
-                Err(SignalError::NoAnswer(waited))
-            });
-            if let Some(input) = input(reply) {
-                let _ = mailbox.send(Mail::Input(input));
-            }
-        });
-    }
-
     /// A NIC that talks to itself connects its queue pairs to themselves, without a message.
     fn loop_back(&self, offer: Offer) {
         let reply = Offer {
@@ -707,6 +667,7 @@ impl EndpointTask {
             endpoint: self.key,
             rail: Arc::clone(rail),
             pairs: Arc::clone(pairs),
+            began: self.began,
             gate: Arc::clone(&self.gate),
         };
         self.attached = true;
@@ -738,6 +699,7 @@ impl EndpointTask {
         if std::mem::replace(&mut self.retired, true) {
             return;
         }
+        self.open = None;
         self.connector.retire(&self.nic, &self.peer_path, self.key);
         self.tell_fence(FenceStep::Started {
             cause: cause.clone(),

@@ -13,6 +13,7 @@ use crate::TransferError;
 
 mod closes;
 mod idle;
+mod messages;
 mod paths;
 mod probes;
 mod revoke;

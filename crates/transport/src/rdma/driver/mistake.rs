@@ -4,6 +4,8 @@
 //! device was given up, mostly one that works on, or until memory was registered anew. So it is the
 //! request's mistake only if the key is in force when the refusal comes; and, of a peer's key, not
 //! by the word of one NIC whose record may be late, as long as another one leads to the same bytes.
+//! Nor by that of a connection that is older than the key: its other end may be one that the peer
+//! made of the device before it was opened again, and that hangs about.
 
 use rerail_verbs::WcStatus;
 
@@ -28,10 +30,11 @@ impl Driver {
         let Verdict::Request(fault) = verdict(status) else {
             return None;
         };
-        let link = self.links.get_mut(link);
-        if link.is_some_and(|link| self.nic.is_over(link.opening)) {
+        let link = self.links.get_mut(link)?;
+        if self.nic.is_over(link.opening) {
             return None;
         }
+        let began = link.began;
         let spec = transfer.spec();
         let rail = &self.lanes[lane].rail;
         let (own, far) = (self.nic.index().0, rail.id().peer.nic);
@@ -43,7 +46,8 @@ impl Driver {
             }
             RequestFault::RemoteKey => {
                 let is_in_force = spec.remote.key(slice.offset, far) == Some(posted.remote);
-                if transfer.fail_if_outdated() || !is_in_force {
+                let is_older = began < spec.remote.told(slice.offset, far);
+                if transfer.fail_if_outdated() || !is_in_force || is_older {
                     return None;
                 }
                 let key = RefusedKey {

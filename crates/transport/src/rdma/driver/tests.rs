@@ -22,7 +22,7 @@ use crate::rdma::pairs::{self, Prepared};
 use crate::rdma::paths::Advice;
 use crate::rdma::rail::{Peer, PeerNic, PeerSpec, Rail, RailState};
 use crate::rdma::rig::Finish;
-use crate::rdma::slice::{Piece, Slicing, Span};
+use crate::rdma::slice::{Moment, Piece, Slicing, Span};
 use crate::rdma::transfer::TransferSpec;
 
 mod keys;
@@ -189,6 +189,7 @@ impl Rig {
             endpoint: self.gates.len() as u64 + 1,
             rail,
             pairs: Arc::new(Pairs(own.pairs)),
+            began: Moment::now(),
             gate: Arc::clone(&gate),
         };
         self.inbox.order(attach).expect("there is room");

@@ -324,6 +324,8 @@ impl fmt::Display for Coverage {
 /// What an endpoint did, on this thread.
 pub(super) struct Note {
     pub(super) endpoint: EndpointKey,
+    /// Its NIC, and its peer's path.
+    pub(super) way: String,
     pub(super) order: &'static str,
 }
 
@@ -346,7 +348,7 @@ pub(super) fn take_notes() -> Vec<Note> {
     NOTES.with_borrow_mut(|notes| notes.as_mut().map(std::mem::take).unwrap_or_default())
 }
 
-pub(super) fn note(endpoint: EndpointKey, action: &Action) {
+pub(super) fn note(endpoint: EndpointKey, (nic, peer): (&str, &str), action: &Action) {
     seen::happened("order", action);
     if let Action::Closed(cause) = action {
         seen::happened("close", cause);
@@ -354,7 +356,14 @@ pub(super) fn note(endpoint: EndpointKey, action: &Action) {
     let order = action.name();
     NOTES.with_borrow_mut(|notes| {
         let notes = notes.as_mut();
-        notes.map(|notes| notes.push(Note { endpoint, order }))
+        let way = || format!("{nic} - {peer}");
+        notes.map(|notes| {
+            notes.push(Note {
+                endpoint,
+                way: way(),
+                order,
+            });
+        })
     });
 }
 

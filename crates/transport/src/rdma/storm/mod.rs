@@ -66,8 +66,8 @@ use super::endpoint::Action;
 use super::inbox::EndpointKey;
 
 /// What an endpoint is about to do.
-pub(super) fn note_action(key: EndpointKey, action: &Action) {
-    coverage::note(key, action);
+pub(super) fn note_action(key: EndpointKey, way: (&str, &str), action: &Action) {
+    coverage::note(key, way, action);
 }
 
 /// Seeds that run with the other tests; `cargo xtask sim` runs more.
@@ -167,7 +167,13 @@ fn a_fault_that_is_left_out_changes_no_other() {
         .expect("not in each");
     let faults = |run: &Run| -> Vec<String> {
         let lines = run.trace.iter().filter(|line| line.contains(" fault "));
-        lines.cloned().collect()
+        // Which of a host's processes is there is not the fault's.
+        let of_host = |line: &String| {
+            let (before, fault) = line.split_once(" fault ").expect("a fault's line");
+            let host = before.split('/').next().expect("its host");
+            format!("{host} fault {fault}")
+        };
+        lines.map(of_host).collect()
     };
     let all = faults(&whole);
     let of = |line: &str| {

@@ -405,17 +405,24 @@ impl World {
         swap(&mut self.hosts[host]);
     }
 
+    /// A line of the trace: of the host's process that acts, whose number stands after the host's.
     pub(super) fn say(&mut self, host: usize, what: std::fmt::Arguments<'_>) {
         if self.trace.len() < TRACE_MAX {
-            self.trace.push(format!("{} n{host} {what}", self.now));
+            let node = self.hosts.get(host).and_then(|host| host.node.as_ref());
+            let life = node.map_or(String::new(), |node| format!("/{}", node.life.1));
+            self.trace
+                .push(format!("{} n{host}{life} {what}", self.now));
         }
     }
 
     /// Takes in what a node's endpoints noted.
     pub(super) fn take_notes(&mut self, host: usize) {
         for note in super::coverage::take_notes() {
-            let what = format_args!("endpoint {}: {}", note.endpoint, note.order);
-            self.say(host, what);
+            let (number, way) = (note.endpoint, note.way);
+            self.say(
+                host,
+                format_args!("endpoint {number} {way}: {}", note.order),
+            );
         }
     }
 

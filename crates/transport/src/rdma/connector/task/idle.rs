@@ -114,6 +114,7 @@ impl EndpointTask {
             endpoint: self.key,
             rail: Arc::clone(&rail),
             pairs: Arc::clone(pairs),
+            began: self.began,
             gate: Arc::clone(&self.gate),
         };
         self.idle.turn = Some((turn, now + PROBE_LIMIT));

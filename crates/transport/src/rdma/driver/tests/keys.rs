@@ -193,3 +193,37 @@ fn queue_pairs_of_a_device_that_is_given_up_stop_before_its_regions_go() {
     while control.turn() {}
     assert_eq!(state(&late), QpState::Error);
 }
+
+#[test]
+fn a_key_that_was_told_after_the_connection_began_is_not_blamed_by_it() {
+    let status = WcStatus::RemAccessErr;
+    let mut rig = Rig::new(1, config());
+    rig.rail(1).set_state(RailState::Down);
+    let failing = fail_next(&rig, status);
+    let transfer = rig.write(0, 1);
+    // The peer's device was opened again, and the other end of the connection hangs about in what
+    // was open before.
+    let old = transfer.spec().remote.at(0).expect("inside").2;
+    let piece = |keys: &Arc<crate::rdma::slice::Keys>| Piece {
+        addr: 0,
+        length: 1,
+        keys: Arc::clone(keys),
+    };
+    let (first, second) = (old.get(0), old.get(1));
+    let opened_again = [first.map(|key| key ^ 1), second];
+    let mut now = [piece(&crate::rdma::slice::Keys::new(opened_again))];
+    Piece::carry_over(&[piece(old)], &mut now);
+    rig.run(ms(50));
+    failing.undo();
+    assert_failed_by(&mut rig, status);
+    assert!(transfer.error().is_none(), "{:?}", transfer.error());
+    assert!(transfer.has_work() && !transfer.avoids(0));
+    // One that began later knows.
+    let far_nic = Arc::clone(&rig._far[0].0);
+    rig.connect(far_nic, 0);
+    let _failing = fail_next(&rig, status);
+    let work = Work::queue(&transfer, &rig.rail(0), 1).expect("not queued");
+    rig.inbox.submit(work).expect("there is room");
+    rig.run(ms(50));
+    assert!(is_refused(&transfer), "{:?}", transfer.error());
+}

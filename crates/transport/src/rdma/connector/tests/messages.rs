@@ -1,0 +1,87 @@
+//! What an endpoint says, and what it does not say any more.
+
+use super::super::super::rig::stuck;
+use super::*;
+
+/// Settings with which nothing is given up for the time that it takes.
+fn patient() -> super::super::super::RdmaConfig {
+    let mut config = super::super::super::RdmaConfig::default();
+    config.limits.connect = Duration::from_secs(3_600);
+    config
+}
+
+fn closes(rig: &Rig) -> usize {
+    let carried = rig.wire.carried.lock().expect("whole");
+    let closes = carried.iter().filter(|offer| offer.qp_nums.is_empty());
+    closes.count()
+}
+
+#[test]
+fn what_an_endpoint_has_not_said_when_it_closes_is_never_said() {
+    let rig = rig(60, 1);
+    let (a, b) = (
+        rig.transport_with(0, "a1", patient()),
+        rig.transport(1, "b1"),
+    );
+    let permits = a.connector().permits("host1");
+    let both = permits.handshakes.acquire_many(2);
+    let both = rig.runtime.block_on(both).expect("never closed");
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let (transfer, finish) = Move::all(&a, &peer, &source, &target).write();
+    wait_until("it waits to ask", || Arc::strong_count(&permits) == 2);
+    // It stays in the course of closing, and the next one does not come as far as to ask.
+    let (_control, held) = stuck(&a.nics()[0]);
+    a.connector().close_all(None, "a test");
+    wait_until("it is closing", || {
+        let table = a.connector().table();
+        !table.closing.is_empty()
+    });
+    drop(both);
+    wait_until("nobody waits to say anything", || {
+        Arc::strong_count(&permits) == 1
+    });
+    assert_eq!(rig.asks(), 0);
+    drop(held);
+    finish.wait().expect("the next one asks");
+    assert!(transfer.is_finished());
+}
+
+#[test]
+fn a_request_to_close_does_not_wait_for_handshakes() {
+    let rig = rig(61, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    assert_eq!(closes(&rig), 0);
+    let permits = a.connector().permits("host1");
+    let both = permits.handshakes.acquire_many(2);
+    let _both = rig.runtime.block_on(both).expect("never closed");
+    a.connector().close_all(None, "a test");
+    wait_until("the peer is told", || closes(&rig) > 0);
+    let carried = rig.wire.carried.lock().expect("whole");
+    let by_a = |offer: &&Offer| offer.qp_nums.is_empty() && offer.local_path.starts_with("host0");
+    assert!(carried.iter().any(|offer| by_a(&offer)), "{carried:?}");
+}
+
+#[test]
+fn an_endpoint_that_is_over_waits_for_no_answer() {
+    let rig = rig(62, 1);
+    let (a, b) = (
+        rig.transport_with(0, "a1", patient()),
+        rig.transport(1, "b1"),
+    );
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    rig.wire.is_silent.store(true, Ordering::SeqCst);
+    let (_transfer, finish) = Move::all(&a, &peer, &source, &target).write();
+    // Two that wait would keep all others from asking.
+    for asked in 1..=4 {
+        wait_until("the next one asks", || rig.asks() >= asked);
+        a.connector().close_all(None, "a test");
+    }
+    rig.wire.is_silent.store(false, Ordering::SeqCst);
+    a.connector().close_all(None, "a test");
+    finish.wait().expect("moved at last");
+}
