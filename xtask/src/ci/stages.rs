@@ -224,11 +224,16 @@ fn doc(ci: &Context) -> Result<()> {
 fn tests(ci: &Context) -> Result<()> {
     let python = cpp_engine::python()?;
     let python = python.to_string_lossy();
+    let cores = std::thread::available_parallelism()?;
+    let threads = (2 * cores.get()).to_string();
     // A store that is not there is an error here: `setup` has installed it.
     let env = [
         ("RERAIL_REQUIRE_STORES", "1"),
         ("RERAIL_CPP_PYTHON", &*python),
         ("RERAIL_FULL", if ci.full { "1" } else { "0" }),
+        // Most tests wait most of the time.
+        ("RUST_TEST_THREADS", &*threads),
+        ("NEXTEST_TEST_THREADS", &*threads),
     ];
     if has_nextest() {
         let nextest = [
