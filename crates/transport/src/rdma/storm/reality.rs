@@ -19,6 +19,11 @@ impl World {
             if host.ghost.is_some() {
                 return Some(format!("an older process of n{at} is there"));
             }
+            // Not over with the fault that began it, and perhaps not noticed yet.
+            let mut nics = host.nics.iter();
+            if let Some(nic) = nics.position(|id| !self.fabric.hangs_for(*id).is_zero()) {
+                return Some(format!("NIC {nic} of n{at} hangs"));
+            }
             let truth = lock(&node.publisher).descriptor().clone();
             if self.store.record(&name(at)) != Some(&truth) {
                 return Some(format!("the store's record of n{at} is not its own"));
