@@ -3,12 +3,11 @@
 
 mod common;
 
-use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
+use std::io::Read as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{LIMIT, Log, Rig, registered, until};
+use common::{LIMIT, Log, Rig, registered, subscribed, until};
 use rerail_engine::{
     Batch, Engine, EngineConfig, EngineError, Event, Events, MemoryOptions, Request, Result,
     Segment, Subscriber, Transport,
@@ -18,7 +17,7 @@ use rerail_metadata::memory::{MemoryFaults, MemoryStore};
 use rerail_metadata::{KeySpace, MetadataStore};
 use rerail_transport::TransferError;
 use rerail_transport::rdma::Offer;
-use rerail_transport::rpc::{ConnectionMessage, Frame, HostPort, MessageType, RpcClient};
+use rerail_transport::rpc::{ConnectionMessage, HostPort, RpcClient};
 use rerail_verbs::sim::ProcessId;
 use rerail_verbs::{DeviceList, HostMemory};
 
@@ -370,16 +369,6 @@ fn a_handshake_on_a_withdrawn_nic_is_refused_with_a_reason_until_it_is_back() {
     ask("sim0", 300).expect("the other one is not");
     rig.fabric.port_up(rig.port(1, 1));
     until("the NIC is back", || ask("sim1", 400).is_ok());
-}
-
-/// A subscription by hand, which takes nothing and says nothing.
-fn subscribed(owner: &Engine) -> TcpStream {
-    let mut stream = TcpStream::connect(owner.rpc_address()).expect("it listens");
-    let text = format!("{{\"instance\":\"{}\"}}", "5".repeat(32));
-    let frame = Frame::typed(MessageType::Subscribe, text).encode();
-    stream.write_all(&frame).expect("sent");
-    stream.read_exact(&mut [0]).expect("it is told");
-    stream
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //! Deliberately not here: what is particular to one test program, such as broken peers.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
-use std::net::IpAddr;
+use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,7 @@ use rerail_engine::{
 };
 use rerail_metadata::memory::MemoryStore;
 use rerail_transport::machine::Time;
+use rerail_transport::rpc::{Frame, MessageType};
 use rerail_verbs::HostMemory;
 use rerail_verbs::sim::{
     FabricOptions, NicId, NicOptions, NodeId, PortId, ProcessId, RealTimeFabric,
@@ -206,6 +208,16 @@ pub(crate) fn registered(engine: &Engine, length: u64) -> HostMemory {
         .register(&memory, MemoryOptions::default())
         .expect("memory can be registered");
     memory
+}
+
+/// A subscription by hand, which takes nothing and says nothing.
+pub(crate) fn subscribed(owner: &Engine) -> TcpStream {
+    let mut stream = TcpStream::connect(owner.rpc_address()).expect("it listens");
+    let text = format!("{{\"instance\":\"{}\"}}", "5".repeat(32));
+    let frame = Frame::typed(MessageType::Subscribe, text).encode();
+    stream.write_all(&frame).expect("sent");
+    stream.read_exact(&mut [0]).expect("it is told");
+    stream
 }
 
 /// Waits until `holds`.

@@ -237,9 +237,8 @@ impl Driver {
                     }
                     return;
                 }
-                let mut link = Box::new(Link::new(endpoint, pairs, gate, now));
+                let mut link = Box::new(Link::new(endpoint, pairs, began, gate, now));
                 link.opening = self.openings.seen();
-                link.began = began;
                 if let Ok(key) = self.links.insert(link) {
                     self.link_keys.insert(endpoint, key);
                     self.lanes[lane].set_link(Some(key));

@@ -81,7 +81,8 @@ pub enum Order {
         rail: Arc<Rail>,
         /// Its queue pairs, in RTS.
         pairs: Arc<Pairs>,
-        /// When it began: the peer's end is not younger than what was told of keys before.
+        /// When it began to be made. The peer's end of it is of the device as it was when the keys
+        /// were published that were told before, or later.
         began: Moment,
         /// Closed by the control side to stop posting without waiting for the thread.
         gate: Arc<AtomicBool>,

@@ -211,6 +211,7 @@ impl Link {
     pub(super) fn new(
         endpoint: EndpointKey,
         pairs: Arc<Pairs>,
+        began: Moment,
         gate: Arc<AtomicBool>,
         now: Time,
     ) -> Self {
@@ -224,7 +225,7 @@ impl Link {
         Self {
             endpoint,
             opening: 0,
-            began: Moment::default(),
+            began,
             queues: queues.collect(),
             pairs: Some(pairs),
             gate,
@@ -309,7 +310,13 @@ mod tests {
     fn what_is_posted_later_does_not_restart_the_wait_for_what_was_posted_before() {
         let at = Time::from_millis;
         let gate = Arc::new(AtomicBool::new(true));
-        let mut link = Link::new(1, Arc::new(Pairs(Vec::new())), gate, at(0));
+        let mut link = Link::new(
+            1,
+            Arc::new(Pairs(Vec::new())),
+            Moment::default(),
+            gate,
+            at(0),
+        );
         link.queues.push(SendQueue {
             in_flight: 0,
             depth: 4,

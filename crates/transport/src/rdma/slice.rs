@@ -89,7 +89,11 @@ impl Piece {
         for piece in before {
             known.entry(place(piece)).or_default().push(piece);
         }
+        let told = Self::told(before, now, |piece| known.get(&place(piece)));
         for piece in now {
+            if !before.is_empty() {
+                piece.keys.were_told(&told);
+            }
             let here = known.get_mut(&place(piece));
             let Some((here, at)) = here.and_then(|here| {
                 let at = here
@@ -101,7 +105,7 @@ impl Piece {
             };
             let earlier = here.swap_remove(at);
             for (nic, key) in piece.told_keys() {
-                earlier.keys.tell(nic, key);
+                earlier.keys.tell(nic, key, piece.keys.told(nic));
             }
             if earlier.keys.by_nic.len() >= piece.keys.by_nic.len() {
                 piece.keys = Arc::clone(&earlier.keys);
@@ -113,6 +117,38 @@ impl Piece {
         for gone in known.into_values().flatten() {
             gone.keys.supersede();
         }
+    }
+
+    /// When the owner's devices may have been opened that the keys of a later record are of: for
+    /// each NIC the last moment at which a record had another key for a place that was known.
+    fn told<'a>(
+        before: &[Self],
+        now: &[Self],
+        known: impl Fn(&Self) -> Option<&'a Vec<&'a Self>>,
+    ) -> Vec<Moment> {
+        let nics = before
+            .iter()
+            .chain(now)
+            .map(|piece| piece.keys.by_nic.len());
+        let mut told = vec![Moment::default(); nics.max().unwrap_or_default()];
+        for keys in before.iter().map(|piece| &piece.keys) {
+            for (nic, told) in told.iter_mut().enumerate() {
+                *told = keys.told(nic).max(*told);
+            }
+        }
+        let present = Moment::next();
+        for piece in now {
+            let Some(here) = known(piece) else { continue };
+            for (nic, key) in piece.told_keys() {
+                if !here
+                    .iter()
+                    .any(|earlier| earlier.keys.get(nic) == Some(key))
+                {
+                    told[nic] = present;
+                }
+            }
+        }
+        told
     }
 
     /// Keys by NIC that say something.
@@ -138,7 +174,7 @@ static LAST_MOMENT: AtomicU64 = AtomicU64::new(0);
 
 impl Moment {
     /// The present one.
-    pub fn now() -> Self {
+    pub(super) fn now() -> Self {
         Self(LAST_MOMENT.load(Ordering::Acquire))
     }
 
@@ -154,7 +190,7 @@ impl Moment {
 #[derive(Debug)]
 pub struct Keys {
     by_nic: Box<[AtomicU64]>,
-    /// The [`Moment`]s at which the owner told them; 0 for those that it has always had.
+    /// The [`Moment`]s at which a peer told them; 0, or nothing, where nobody tells any.
     told: Box<[AtomicU64]>,
     /// The owner's record has others for all NICs, or none: the memory may be registered anew.
     superseded: AtomicBool,
@@ -197,7 +233,11 @@ impl Keys {
 
     /// Keys by NIC, with room for those of NICs that are added later: `count` in all.
     pub(super) fn with_room(count: usize) -> Arc<Self> {
-        Self::new((0..count).map(|_| None))
+        Arc::new(Self {
+            by_nic: (0..count).map(|_| AtomicU64::new(NO_KEY)).collect(),
+            told: Box::default(),
+            superseded: AtomicBool::new(false),
+        })
     }
 
     /// Keys by NIC of a peer, which tells them now, with room for some NICs that it may add.
@@ -209,9 +249,10 @@ impl Keys {
         )
     }
 
-    /// When the key for a NIC was told. A connection that began before may lead into the peer's
-    /// device as it was before it was opened again, which knows nothing of a key told since.
-    pub fn told(&self, nic: usize) -> Moment {
+    /// When the key for a NIC was told, or that of other memory with which it came. A connection
+    /// that began before may lead into the peer's device as it was before it was opened again,
+    /// which knows nothing of a key told since.
+    pub(super) fn told(&self, nic: usize) -> Moment {
         let told = self.told.get(nic);
         told.map_or(Moment::default(), |told| {
             Moment(told.load(Ordering::Acquire))
@@ -225,12 +266,20 @@ impl Keys {
     }
 
     /// The owner tells the key for a NIC, perhaps once more.
-    fn tell(&self, nic: usize, key: u32) {
-        if self.get(nic) != Some(key)
-            && let Some(told) = self.told.get(nic)
-        {
-            told.store(Moment::next().0, Ordering::Release);
+    fn tell(&self, nic: usize, key: u32, at: Moment) {
+        if self.get(nic) != Some(key) {
+            // First: whoever finds the key finds when it was told.
+            if let Some(told) = self.told.get(nic) {
+                told.store(at.0, Ordering::Release);
+            }
             self.set(nic, Some(key));
+        }
+    }
+
+    /// They were told at these moments, by NIC.
+    fn were_told(&self, at: &[Moment]) {
+        for (told, at) in self.told.iter().zip(at) {
+            told.store(at.0, Ordering::Release);
         }
     }
 
@@ -334,7 +383,7 @@ impl Span {
     }
 
     /// When its owner told the key for its NIC at a position, at `offset`.
-    pub fn told(&self, offset: u64, nic: u32) -> Moment {
+    pub(super) fn told(&self, offset: u64, nic: u32) -> Moment {
         let keys = self.at(offset).map(|(_, _, keys)| keys);
         keys.map_or(Moment::default(), |keys| keys.told(nic as usize))
     }
@@ -420,6 +469,53 @@ mod tests {
         assert!(anew.is_superseded());
         Piece::carry_over(&[], &mut now.clone());
         assert!(!Span::new(150, 50, now).expect("covered").is_superseded());
+    }
+
+    #[test]
+    fn a_key_is_as_old_as_the_device_may_be_that_it_is_of() {
+        let of = |addr, keys: &[Option<u32>]| Piece {
+            addr,
+            length: 100,
+            keys: Keys::of_peer(keys.iter().copied()),
+        };
+        let told = |pieces: &[Piece]| -> Vec<_> {
+            let told = pieces
+                .iter()
+                .map(|piece| [0, 1].map(|nic| piece.keys.told(nic)));
+            told.collect()
+        };
+        let began = Moment::now();
+        // Whatever a first record says may be younger than a connection that was there.
+        let first = [of(100, &[Some(1), Some(2)]), of(200, &[Some(3), None])];
+        let first_told = told(&first);
+        assert!(first_told.iter().flatten().all(|told| *told > began));
+        let began = Moment::now();
+        // Memory is added: no device is another one for that.
+        let mut more = [
+            first[0].clone(),
+            of(200, &[Some(3), None]),
+            of(300, &[Some(4), Some(5)]),
+        ];
+        more[0] = of(100, &[Some(1), Some(2)]);
+        Piece::carry_over(&first, &mut more);
+        assert!(told(&more).iter().all(|[first, _]| *first <= began));
+        // One device was opened again, and what is added is of it as well.
+        let mut again = [
+            of(100, &[Some(11), Some(2)]),
+            of(300, &[Some(14), Some(5)]),
+            of(400, &[Some(16), Some(6)]),
+        ];
+        Piece::carry_over(&more, &mut again);
+        assert!(
+            told(&again)
+                .iter()
+                .all(|[first, second]| *first > began && *second <= began)
+        );
+        // All were.
+        let mut all = [of(100, &[Some(21), Some(22)])];
+        let began = Moment::now();
+        Piece::carry_over(&again, &mut all);
+        assert!(told(&all).iter().flatten().all(|told| *told > began));
     }
 
     #[test]

@@ -101,9 +101,11 @@ pub(super) struct EndpointTask {
     attached: bool,
     idle: Idle,
     retired: bool,
-    /// When it began, before it heard of the peer's end.
+    /// When it began. A Rerail peer has to say something after that to complete it, and does not
+    /// once it has closed its end, which it does before it publishes keys of the device's next
+    /// opening.
     began: Moment,
-    /// Gone once it is closing: what waits to be said then is not said any more.
+    /// Gone once it is closing: what it has to say to connect is not said any more.
     open: Option<watch::Sender<()>>,
     last_token: u64,
     answers: BTreeMap<Token, oneshot::Sender<Answer>>,

@@ -105,7 +105,7 @@ impl Endpoint {
     }
 
     /// Whether the peer answers a request to close only once its queue pairs are in ERR or gone.
-    fn peer_confirms(&self) -> bool {
+    pub(in crate::rdma) fn peer_confirms(&self) -> bool {
         let peer = self.peer.as_ref();
         peer.is_some_and(|peer| peer.instance.is_some())
     }

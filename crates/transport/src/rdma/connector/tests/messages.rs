@@ -1,13 +1,24 @@
 //! What an endpoint says, and what it does not say any more.
 
-use super::super::super::rig::stuck;
+use std::sync::atomic::Ordering;
+
 use super::*;
+use crate::rdma::RdmaConfig;
+use crate::rdma::rig::stuck;
+
+const HOUR: Duration = Duration::from_secs(3_600);
 
 /// Settings with which nothing is given up for the time that it takes.
-fn patient() -> super::super::super::RdmaConfig {
-    let mut config = super::super::super::RdmaConfig::default();
-    config.limits.connect = Duration::from_secs(3_600);
+fn patient() -> RdmaConfig {
+    let mut config = RdmaConfig::default();
+    let limits = &mut config.limits;
+    (limits.connect, limits.to_error, limits.fence) = (HOUR, HOUR, HOUR);
     config
+}
+
+fn is_closing(transport: &RdmaTransport) -> bool {
+    let table = transport.connector().table();
+    !table.closing.is_empty()
 }
 
 fn closes(rig: &Rig) -> usize {
@@ -33,10 +44,7 @@ fn what_an_endpoint_has_not_said_when_it_closes_is_never_said() {
     // It stays in the course of closing, and the next one does not come as far as to ask.
     let (_control, held) = stuck(&a.nics()[0]);
     a.connector().close_all(None, "a test");
-    wait_until("it is closing", || {
-        let table = a.connector().table();
-        !table.closing.is_empty()
-    });
+    wait_until("it is closing", || is_closing(&a));
     drop(both);
     wait_until("nobody waits to say anything", || {
         Arc::strong_count(&permits) == 1
@@ -45,6 +53,80 @@ fn what_an_endpoint_has_not_said_when_it_closes_is_never_said() {
     drop(held);
     finish.wait().expect("the next one asks");
     assert!(transfer.is_finished());
+}
+
+#[test]
+fn an_endpoint_that_closes_before_it_has_acknowledged_does_not_acknowledge() {
+    let rig = rig(63, 1);
+    let (a, b) = (
+        rig.transport_with(0, "a1", patient()),
+        rig.transport(1, "b1"),
+    );
+    let permits = a.connector().permits("host1");
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let (_control, held) = stuck(&b.nics()[0]);
+    let (_transfer, finish) = Move::all(&a, &peer, &source, &target).write();
+    wait_until("it has asked", || rig.asks() == 1);
+    // Whoever comes next, once the answer is there, waits.
+    let waiting = Arc::clone(&permits);
+    let both = rig.runtime.spawn(async move {
+        let both = waiting.handshakes.acquire_many(2).await;
+        both.expect("never closed").forget();
+    });
+    drop(held);
+    wait_until("the answer is there", || both.is_finished());
+    wait_until("it waits to acknowledge", || {
+        Arc::strong_count(&permits) == 2
+    });
+    let (_control, held) = stuck(&a.nics()[0]);
+    a.connector().close_all(None, "a test");
+    wait_until("it is closing", || is_closing(&a));
+    let acknowledged = || {
+        let carried = rig.wire.carried.lock().expect("whole");
+        let own = |offer: &&Offer| offer.local_path.starts_with("host0");
+        carried
+            .iter()
+            .filter(own)
+            .any(|offer| offer.ready_ack == Some(true))
+    };
+    permits.handshakes.add_permits(2);
+    wait_until("the peer is told", || closes(&rig) > 0);
+    wait_until("nobody waits to say anything", || {
+        Arc::strong_count(&permits) == 1
+    });
+    assert!(!acknowledged());
+    drop(held);
+    finish.wait().expect("the next one asks");
+    assert!(acknowledged());
+}
+
+#[test]
+fn closes_reach_a_cpp_peer_before_the_next_request_of_the_same_way() {
+    let rig = rig(64, 1);
+    rig.wire.is_cpp.store(true, Ordering::SeqCst);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    Move::all(&a, &peer, &source, &target).run().expect("moved");
+    let permits = a.connector().permits("host1");
+    let all = permits.closes.acquire_many(CLOSES_PER_SERVER_MAX as u32);
+    let _all = rig.runtime.block_on(all).expect("never closed");
+    let before = rig.wire.carried.lock().expect("whole").len();
+    a.connector().close_all(None, "a test");
+    wait_until("it is closed and asked for again", || {
+        let carried = rig.wire.carried.lock().expect("whole");
+        let own = |offer: &&Offer| offer.local_path.starts_with("host0");
+        carried.iter().skip(before).filter(own).count() >= 2
+    });
+    let carried = rig.wire.carried.lock().expect("whole");
+    let own = |offer: &&Offer| offer.local_path.starts_with("host0");
+    let first = carried
+        .iter()
+        .skip(before)
+        .find(own)
+        .expect("it said something");
+    assert!(first.qp_nums.is_empty(), "{first:?}");
 }
 
 #[test]

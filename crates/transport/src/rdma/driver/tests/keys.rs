@@ -4,6 +4,7 @@ use rerail_verbs::QpState;
 
 use super::*;
 use crate::rdma::opening::SWEEP_MIN;
+use crate::rdma::slice::Keys;
 
 /// The work that begins next on the driver's NIC fails like this.
 fn fail_next(rig: &Rig, status: WcStatus) -> FaultGuard {
@@ -27,6 +28,15 @@ fn assert_failed_by(rig: &mut Rig, expected: WcStatus) {
         broken.iter().any(|(_, cause)| is_expected(cause)),
         "{broken:?}"
     );
+}
+
+/// A place of a record.
+fn piece(keys: &Arc<Keys>) -> Piece {
+    Piece {
+        addr: 0,
+        length: 1,
+        keys: Arc::clone(keys),
+    }
 }
 
 fn is_refused(transfer: &Transfer) -> bool {
@@ -138,13 +148,8 @@ fn a_transfer_whose_far_end_may_be_registered_anew_is_not_posted_any_more() {
     let (count, _counting) = rig.count_work();
     let transfer = rig.write(0, 4);
     let old = transfer.spec().remote.at(0).expect("inside").2;
-    let piece = |keys: &Arc<crate::rdma::slice::Keys>| Piece {
-        addr: 0,
-        length: 1,
-        keys: Arc::clone(keys),
-    };
     let other = [old.get(0), old.get(1)].map(|key| key.map(|key| key ^ 1));
-    let mut now = [piece(&crate::rdma::slice::Keys::new(other))];
+    let mut now = [piece(&Keys::new(other))];
     Piece::carry_over(&[piece(old)], &mut now);
     rig.run(ms(50));
     assert_eq!(count.load(Ordering::Relaxed), 0);
@@ -204,14 +209,9 @@ fn a_key_that_was_told_after_the_connection_began_is_not_blamed_by_it() {
     // The peer's device was opened again, and the other end of the connection hangs about in what
     // was open before.
     let old = transfer.spec().remote.at(0).expect("inside").2;
-    let piece = |keys: &Arc<crate::rdma::slice::Keys>| Piece {
-        addr: 0,
-        length: 1,
-        keys: Arc::clone(keys),
-    };
     let (first, second) = (old.get(0), old.get(1));
     let opened_again = [first.map(|key| key ^ 1), second];
-    let mut now = [piece(&crate::rdma::slice::Keys::new(opened_again))];
+    let mut now = [piece(&Keys::new(opened_again))];
     Piece::carry_over(&[piece(old)], &mut now);
     rig.run(ms(50));
     failing.undo();
