@@ -38,8 +38,8 @@ use task::{EndpointTask, Mail};
 /// Handshakes with one server at once: C++ servers take them one after the other.
 const HANDSHAKES_PER_SERVER_MAX: usize = 2;
 
-/// Requests to close that are under way to one Rerail server at once. It answers them when its queue
-/// pairs have stopped. They must not wait for handshakes, which a slow device may hold up.
+/// Requests to close that are under way to one Rerail server at once. It answers them when its
+/// queue pairs have stopped. They must not wait for handshakes, which a slow device may hold up.
 const CLOSES_PER_SERVER_MAX: usize = 4;
 
 /// Endpoints of a NIC that a peer has asked for and not acknowledged yet. Anybody can send such
