@@ -233,6 +233,8 @@ fn a_new_device_without_room_for_all_memory_is_taken_in_once_there_is_less() {
         assert_eq!((keys.rkeys.len(), keys.lkeys.len()), (2, 2));
         assert!(keys.rkeys.iter().all(|key| *key != 0), "{keys:?}");
         let piece = memory.pieces().next().expect("one");
+        // Right after the NIC has its number.
+        wait_until("its keys are used", || piece.keys.get(1).is_some());
         assert_eq!(piece.keys.get(1), Some(keys.lkeys[1]));
     }
     assert_eq!(left_out.0.load(Ordering::SeqCst), 1, "told once");
