@@ -486,17 +486,17 @@ mod tests {
         };
         let began = Moment::now();
         // Whatever a first record says may be younger than a connection that was there.
-        let first = [of(100, &[Some(1), Some(2)]), of(200, &[Some(3), None])];
+        let mut first = [of(100, &[Some(1), Some(2)]), of(200, &[Some(3), None])];
+        Piece::carry_over(&[], &mut first);
         let first_told = told(&first);
         assert!(first_told.iter().flatten().all(|told| *told > began));
         let began = Moment::now();
         // Memory is added: no device is another one for that.
         let mut more = [
-            first[0].clone(),
+            of(100, &[Some(1), Some(2)]),
             of(200, &[Some(3), None]),
             of(300, &[Some(4), Some(5)]),
         ];
-        more[0] = of(100, &[Some(1), Some(2)]);
         Piece::carry_over(&first, &mut more);
         assert!(told(&more).iter().all(|[first, _]| *first <= began));
         // One device was opened again, and what is added is of it as well.

@@ -356,11 +356,10 @@ pub(super) fn note(endpoint: EndpointKey, (nic, peer): (&str, &str), action: &Ac
     let order = action.name();
     NOTES.with_borrow_mut(|notes| {
         let notes = notes.as_mut();
-        let way = || format!("{nic} - {peer}");
         notes.map(|notes| {
             notes.push(Note {
                 endpoint,
-                way: way(),
+                way: format!("{nic} - {peer}"),
                 order,
             });
         })

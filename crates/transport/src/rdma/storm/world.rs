@@ -418,11 +418,8 @@ impl World {
     /// Takes in what a node's endpoints noted.
     pub(super) fn take_notes(&mut self, host: usize) {
         for note in super::coverage::take_notes() {
-            let (number, way) = (note.endpoint, note.way);
-            self.say(
-                host,
-                format_args!("endpoint {number} {way}: {}", note.order),
-            );
+            let (number, way, order) = (note.endpoint, note.way, note.order);
+            self.say(host, format_args!("endpoint {number} {way}: {order}"));
         }
     }
 

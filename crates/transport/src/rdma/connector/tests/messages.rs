@@ -4,7 +4,9 @@ use std::sync::atomic::Ordering;
 
 use super::*;
 use crate::rdma::RdmaConfig;
-use crate::rdma::rig::stuck;
+use crate::rdma::rig::{Finish, stuck};
+use crate::rdma::slice::{Keys, Piece, Span};
+use crate::rdma::transfer::TransferSpec;
 
 const HOUR: Duration = Duration::from_secs(3_600);
 
@@ -145,6 +147,83 @@ fn a_request_to_close_does_not_wait_for_handshakes() {
     let carried = rig.wire.carried.lock().expect("whole");
     let by_a = |offer: &&Offer| offer.qp_nums.is_empty() && offer.local_path.starts_with("host0");
     assert!(carried.iter().any(|offer| by_a(&offer)), "{carried:?}");
+}
+
+#[test]
+fn an_endpoint_that_is_closing_waits_for_no_answer_to_what_it_asked() {
+    let rig = rig(65, 1);
+    let (a, b) = (
+        rig.transport_with(0, "a1", patient()),
+        rig.transport(1, "b1"),
+    );
+    let permits = a.connector().permits("host1");
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    rig.wire.is_silent.store(true, Ordering::SeqCst);
+    let (_transfer, finish) = Move::all(&a, &peer, &source, &target).write();
+    wait_until("it has asked", || rig.asks() == 1);
+    assert!(permits.handshakes.available_permits() < HANDSHAKES_PER_SERVER_MAX);
+    // It does not come to an end.
+    let (_control, held) = stuck(&a.nics()[0]);
+    a.connector().close_all(None, "a test");
+    wait_until("others may connect", || {
+        permits.handshakes.available_permits() == HANDSHAKES_PER_SERVER_MAX
+    });
+    assert!(is_closing(&a));
+    rig.wire.is_silent.store(false, Ordering::SeqCst);
+    drop(held);
+    finish.wait().expect("moved at last");
+}
+
+#[test]
+fn a_key_that_was_told_while_a_connection_was_being_made_is_judged_by_the_next_one() {
+    let rig = rig(66, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let (_control, held) = stuck(&b.nics()[0]);
+    let good = Move::all(&a, &peer, &source, &target);
+    let (_first, first_finish) = good.write();
+    wait_until("it has asked", || rig.asks() == 1);
+    let wrong = |told_now: bool| {
+        let keys = target.keys().into_iter().map(|chunk| {
+            let keys = chunk.rkeys.iter().map(|key| key ^ 0x1234_5600);
+            if told_now {
+                let keys = Keys::of_peer(keys.map(Some).collect::<Vec<_>>().into_iter());
+                let (addr, length) = (chunk.addr, chunk.length);
+                Piece { addr, length, keys }
+            } else {
+                Piece::new(chunk.addr, chunk.length, keys)
+            }
+        });
+        let remote = Span::new(target.memory().addr(), 64 * KIB, keys).expect("registered");
+        let good = good.write().0;
+        let spec = TransferSpec {
+            remote,
+            ..good.spec().clone()
+        };
+        let finish = Arc::new(Finish::default());
+        (a.submit(spec, finish.clone()), finish)
+    };
+    let (late, late_finish) = wrong(true);
+    drop(held);
+    first_finish.wait().expect("moved");
+    let is_refused = |finish: &Finish| {
+        let error = finish.wait().expect_err("no such key");
+        assert!(
+            matches!(error, TransferError::RemoteAccess { .. }),
+            "{error}"
+        );
+    };
+    is_refused(&late_finish);
+    assert_eq!(
+        late.retried_slices(),
+        1,
+        "once, and not as often as it is refused"
+    );
+    let (known, known_finish) = wrong(false);
+    is_refused(&known_finish);
+    assert_eq!(known.retried_slices(), 0);
 }
 
 #[test]
