@@ -3,12 +3,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use rerail_verbs::RdmaOpcode;
 use rerail_verbs::sim::{LinkOptions, WorkVerdict};
+use rerail_verbs::{RdmaOpcode, WcStatus};
 
 use super::super::events::{FenceStep, RdmaEvents};
 use super::super::inbox::Work;
-use super::super::rig::{KIB, LIMIT, Move, peer_of, registered, rig, wait_until};
+use super::super::rig::{Finish, KIB, LIMIT, Move, peer_of, registered, rig, wait_until};
+use super::super::slice::{Keys, Piece, Span};
+use super::super::transfer::TransferSpec;
 use super::*;
 use crate::TransferError;
 
@@ -244,9 +246,17 @@ fn a_forgotten_peer_that_is_used_again_begins_anew() {
 }
 
 #[derive(Default)]
-struct Log(Mutex<Vec<RailChange>>, Mutex<Vec<FenceChange>>);
+struct Log(
+    Mutex<Vec<RailChange>>,
+    Mutex<Vec<FenceChange>>,
+    Mutex<Vec<String>>,
+);
 
 impl RdmaEvents for Log {
+    fn refresh_peer(&self, segment: &str) {
+        self.2.lock().expect("whole").push(segment.to_owned());
+    }
+
     fn rail_state(&self, change: &RailChange) {
         self.0.lock().expect("whole").push(change.clone());
     }
@@ -281,6 +291,40 @@ fn changes_of_rails_are_told_with_names_and_causes() {
     wait_until("it is told that the rail went down", || {
         seen(RailState::Down, RailCause::LocalPort)
     });
+}
+
+#[test]
+fn m04_a_key_that_is_refused_and_may_be_late_has_the_peers_record_read_again() {
+    let rig = rig(14, 1);
+    let (a, b) = (rig.transport(0, "a1"), rig.transport(1, "b1"));
+    let log = Arc::new(Log::default());
+    a.set_events(log.clone());
+    let asked = || log.2.lock().expect("whole").clone();
+    let peer = peer_of(&a, 1, &b);
+    let (source, target) = (registered(&a, 64 * KIB), registered(&b, 64 * KIB));
+    let (first, finish) = Move::all(&a, &peer, &source, &target).write();
+    finish.wait().expect("moved");
+    let (addr, length, keys) = first.spec().remote.at(0).expect("inside");
+    // Told after the connection was made.
+    let keys = Keys::of_peer([keys.get(0)].into_iter());
+    let remote = Span::new(addr, length, [Piece { addr, length, keys }]);
+    let spec = TransferSpec {
+        remote: remote.expect("registered"),
+        ..first.spec().clone()
+    };
+    let (own, mut left) = (rig.hosts[0].1[0], 1);
+    let _failing = rig.fabric.on_work(move |work| {
+        if left > 0 && work.nic == own && work.opcode == RdmaOpcode::Write {
+            left -= 1;
+            return WorkVerdict::Fail(WcStatus::RemAccessErr, 0);
+        }
+        WorkVerdict::Pass
+    });
+    assert_eq!(asked(), [""; 0]);
+    let finish = Arc::new(Finish::default());
+    a.submit(spec, finish.clone());
+    finish.wait().expect("over the next connection");
+    wait_until("the record is to be read", || asked() == ["host1"]);
 }
 
 #[test]

@@ -119,6 +119,25 @@ fn x01_a_failed_transfer_finishes_only_when_all_that_was_posted_has_come_back() 
 }
 
 #[test]
+fn one_that_has_failed_does_not_begin_again_because_its_keys_change_later() {
+    let (early, _) = transfer(100, &[100], &[100]);
+    let (failed, _) = transfer(100, &[100], &[100]);
+    for transfer in [&early, &failed] {
+        transfer.claim().expect("something to move");
+    }
+    failed.fail(TransferError::Canceled);
+    for transfer in [&early, &failed] {
+        let (addr, length, keys) = transfer.spec().remote.at(0).expect("inside");
+        let keys = Arc::clone(keys);
+        Piece::carry_over(&[Piece { addr, length, keys }], &mut []);
+        assert!(transfer.fail_if_outdated());
+    }
+    assert!(early.is_outdated() && !failed.is_outdated());
+    let error = failed.error();
+    assert!(matches!(error, Some(TransferError::Canceled)), "{error:?}");
+}
+
+#[test]
 fn a_fence_holds_the_report_back_though_all_bytes_arrived() {
     let (transfer, count) = transfer(100, &[100], &[100]);
     let slice = transfer.claim().expect("work");
